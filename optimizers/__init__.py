@@ -1,0 +1,18 @@
+"""Optimizer rules: what one step does to one block, with nothing about ranks, meshes or collectives.
+
+A rule is a frozen, keyword-only dataclass whose fields are the hyperparameters. It states its block, the smallest piece
+of a parameter that its update is closed over, and has up to three functions:
+
+    prepare    element-wise, on flat runs cut anywhere    returns payloads       AdamW does everything here
+    block      pure, on batches of whole blocks           returns a direction    Muon orthogonalises here
+    apply      element-wise, on flat runs cut anywhere    writes the parameter
+
+Whoever drives a rule decides where each part runs; ``tests/optimizers/conftest.py`` has a driver of a dozen lines.
+"""
+
+from optimizers.adamw import AdamW
+from optimizers.muon import Muon
+from optimizers.newton_schulz import COEFFICIENTS, newton_schulz
+from optimizers.schedule import WSD, Constant, Linear, WarmupCosine
+
+__all__ = ["AdamW", "COEFFICIENTS", "Constant", "Linear", "Muon", "WSD", "WarmupCosine", "newton_schulz"]

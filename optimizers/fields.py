@@ -1,0 +1,41 @@
+"""What rules and schedules ask of their fields: one check that names all problems in one sentence."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+
+def check(owner: object, /, **wanted: tuple[bool, str]) -> None:
+    """Refuses an object whose fields are out of range.
+
+    Args:
+        owner: The dataclass to name in the message.
+        **wanted: Field name to ``(holds, expected)``: whether the field is as it should be, and how it should be.
+
+    Raises:
+        ValueError: Names every field that does not hold, what was expected and what it is.
+    """
+    problems = [
+        f"{name}: expected {expected}, got {getattr(owner, name)!r}"
+        for name, (holds, expected) in wanted.items()
+        if not holds
+    ]
+    if problems:
+        raise ValueError(f"{type(owner).__name__}: " + "; ".join(problems))
+
+
+def within(value: object, low: float, high: float) -> bool:
+    """Returns whether ``value`` is a number in [low, high): not NaN, not a bool, not a string such as YAML's "1e-3"."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value < high
+
+
+def is_rate(value: object) -> bool:
+    """Returns whether ``value`` can be a learning rate: a finite number >= 0, or a 0-d tensor, which is not read."""
+    return value.ndim == 0 if isinstance(value, Tensor) else within(value, 0, math.inf)
+
+
+def is_count(value: object, low: int) -> bool:
+    """Returns whether ``value`` is an integer of at least ``low``."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= low
