@@ -1,0 +1,117 @@
+"""The import law, and the list of private torch names: what holds the rooms apart, and what a new torch may break."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("vescale", "optimizers", "models", "recipes")
+
+# Inside vescale a module imports only from rows above its own, or from its own row without a cycle.
+LEVELS = (
+    {"block"},
+    {"planner"},
+    {"collectives", "placement"},
+    {"ragged_tensor"},
+    {"dbuffer"},
+    {"unit"},
+    {"fsdp", "rule", "exchange", "optimizer", "grad_norm"},
+    {"mesh", "checkpoint", "data", "tracking"},
+    {"trainer"},
+    {"train"},
+)
+
+# Private names that vescale, optimizers and models use; each is imported below.
+PRIVATE = {
+    "torch._foreach_mul_": "clip_grad_norm_: one launch for all gradients",
+    "torch.Tensor._dtensor__new__": "the only way to make a DTensor subclass",
+    "torch.autograd.Variable._execution_engine": "queue_callback at the end of backward, as FSDP2",
+    "torch.distributed.tensor._dtensor_spec": "DTensorSpec and TensorMeta, which a DTensor is made of",
+    "torch.nn.Parameter._post_accumulate_grad_hooks": "users' hooks fire on the sharded parameter",
+    "torch.utils._pytree": "inputs and outputs of modules, arguments of operators",
+}
+
+
+def _sources(package: str) -> list[Path]:
+    return sorted((ROOT / package).rglob("*.py"))
+
+
+def _imports(path: Path) -> list[str]:
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+    return found
+
+
+def _level(module: str) -> int:
+    return next(i for i, row in enumerate(LEVELS) if module in row)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_packages_meet_only_in_yaml(package: str) -> None:
+    others = {"vescale", "optimizers", "models", "recipes"} - {package}
+    for path in _sources(package):
+        for name in _imports(path):
+            assert name.split(".")[0] not in others, f"{path.relative_to(ROOT)} imports {name}"
+
+
+def test_vescale_imports_upward_only() -> None:
+    edges: dict[str, set[str]] = {}
+    for path in _sources("vescale"):
+        module = path.relative_to(ROOT / "vescale").parts[0].removesuffix(".py")
+        if module == "__init__":
+            continue
+        edges[module] = {
+            name.split(".")[1] if name.count(".") else name for name in _imports(path) if name.startswith("vescale.")
+        } - {module}
+        for other in edges[module]:
+            assert _level(other) <= _level(module), f"vescale.{module} imports vescale.{other} from a room above it"
+
+    def reach(module: str, seen: tuple[str, ...]) -> None:
+        assert module not in seen, f"a cycle: {' -> '.join((*seen, module))}"
+        for other in edges.get(module, ()):
+            reach(other, (*seen, module))
+
+    for module in edges:
+        reach(module, ())
+
+
+@pytest.mark.parametrize("name", PRIVATE)
+def test_every_private_torch_name_exists(name: str) -> None:
+    parts = name.split(".")
+    for cut in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:cut]))
+        except ImportError:
+            continue
+        for part in parts[cut:]:
+            found = getattr(found, part)
+        return
+    pytest.fail(f"{name} is gone")
+
+
+def _dotted(node: ast.AST) -> str:
+    if isinstance(node, ast.Attribute):
+        return f"{_dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def test_private_torch_names_are_listed() -> None:
+    for package in PACKAGES:
+        for path in _sources(package):
+            tree = ast.parse(path.read_text())
+            used = {_dotted(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)} | set(_imports(path))
+            for name in used:
+                private = name.startswith("torch.") and any(
+                    part.startswith("_") and not part.startswith("__") for part in name.split(".")
+                )
+                assert not private or any(name.startswith(listed) for listed in PRIVATE), (
+                    f"{path.relative_to(ROOT)} uses {name}"
+                )

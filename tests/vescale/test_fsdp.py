@@ -1,0 +1,319 @@
+"""fully_shard trains as one process does: same losses, gradients and weights, on any number of ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 3 * width, bias=False)
+        self.down = nn.Linear(3 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Embedding tied to the head, odd sizes, a parameter nobody uses, a frozen one."""
+
+    def __init__(self, vocab: int = 37, width: int = 20, depth: int = 3, recompute: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, width)
+        self.layers = nn.ModuleList(Layer(width) for _ in range(depth))
+        self.head = nn.Linear(width, vocab, bias=False)
+        self.head.weight = self.embed.weight
+        self.unused = nn.Parameter(torch.ones(5))
+        self.frozen = nn.Parameter(torch.full((3,), 0.5), requires_grad=False)
+        self.recompute = recompute
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens) * self.frozen.sum()
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.recompute else layer(x)
+        return self.head(x)
+
+
+def _net(**options: int) -> Net:
+    torch.manual_seed(7)
+    return Net(**options)
+
+
+def _batch(step: int, micro: int = 0) -> torch.Tensor:
+    """Twelve sequences: divisible by 1, 2, 3 and 4 ranks."""
+    return torch.randint(0, 37, (12, 9), generator=torch.Generator().manual_seed(100 * step + micro))
+
+
+def _loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def _one_process(steps: int, micros: int = 1, **options: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    model, losses = _net(**options), []
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    for step in range(steps):
+        for micro in range(micros):
+            loss = _loss(model, _batch(step, micro))
+            (loss / micros).backward()
+            losses.append(loss.item())
+        model.unused.grad = torch.zeros_like(
+            model.unused
+        )  # a unit that took part has gradients: zero where nothing made one
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, {name: p.detach() for name, p in model.named_parameters()}
+
+
+def _sharded(world: int, steps: int, micros: int = 1, sync: str = "each", shard: str = "layers", **options: int):
+    from vescale import fully_shard
+
+    model = _net(**options)
+    mesh = init_device_mesh("cpu", (world,))
+    if shard == "layers":
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh)
+    elif shard == "embed and head":
+        fully_shard(model.embed, mesh=mesh)
+        fully_shard(model.head, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for step in range(steps):
+        for micro in range(micros):
+            model.set_requires_gradient_sync(sync == "each" or micro == micros - 1)
+            loss = _loss(model, _batch(step, micro).chunk(world)[dist.get_rank()])
+            (loss / micros).backward()
+            dist.all_reduce(loss.detach())
+            losses.append(loss.item() / world)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, {name: p.full_tensor().detach() for name, p in model.named_parameters()}
+
+
+def _compare(result, expected) -> None:
+    for losses, params in result:
+        torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected[0]), rtol=1e-5, atol=0)
+        assert params.keys() == expected[1].keys()
+        for name, param in params.items():
+            torch.testing.assert_close(
+                param, expected[1][name], rtol=1e-4, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}"
+            )
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_training_equals_one_process(pool, world: int) -> None:
+    _compare(pool(world).run(_sharded, world, 3), _one_process(3))
+
+
+@pytest.mark.parametrize("sync", ["each", "last"])
+def test_gradient_accumulation_equals_one_process(pool, sync: str) -> None:
+    _compare(pool(3).run(_sharded, 3, 2, micros=2, sync=sync), _one_process(2, micros=2))
+
+
+def test_activation_checkpointing_equals_one_process(pool) -> None:
+    _compare(pool(2).run(_sharded, 2, 2, recompute=True), _one_process(2))
+
+
+def test_tied_parameters_of_two_units_move_to_the_unit_above_both(pool) -> None:
+    _compare(pool(3).run(_sharded, 3, 2, shard="embed and head"), _one_process(2))
+
+
+def test_one_unit_for_all_equals_one_process(pool) -> None:
+    _compare(pool(2).run(_sharded, 2, 2, shard="root only"), _one_process(2))
+
+
+def _meta_init(world: int) -> dict[str, torch.Tensor]:
+    from vescale import fully_shard
+
+    def init(model: nn.Module) -> None:
+        torch.manual_seed(11)
+        for param in model.parameters():
+            if param.requires_grad:
+                param.data.normal_(std=0.3)
+            else:
+                param.data.fill_(0.5)
+
+    with torch.device("meta"):
+        model = Net()
+    mesh = init_device_mesh("cpu", (world,))
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    held = dict(model.named_parameters())
+    model.to_empty(device="cpu")
+    assert all(p is held[name] for name, p in model.named_parameters()), "to_empty must keep the Parameter objects"
+    init(model)
+    whole = Net()
+    init(whole)
+    ours = {name: p.full_tensor() for name, p in model.named_parameters()}
+    assert all(torch.equal(ours[name], p) for name, p in whole.named_parameters())
+    loss = _loss(model, _batch(0))
+    torch.testing.assert_close(loss, _loss(whole, _batch(0)))
+    return ours
+
+
+@pytest.mark.parametrize("world", [1, 3, 4])
+def test_meta_device_init_has_the_bits_of_one_process(pool, world: int) -> None:
+    results = pool(world).run(_meta_init, world)
+    assert all(torch.equal(results[0][name], other[name]) for other in results for name in other)
+
+
+def _peer(world: int, param_dtype: torch.dtype | None, optimizer: str) -> tuple[list[float], list[float]]:
+    from torch.distributed.fsdp import fully_shard as fsdp2
+
+    from vescale import fully_shard
+
+    def train(shard) -> list[float]:
+        model = Net()
+        torch.manual_seed(5)
+        for p in model.parameters():
+            p.data.normal_(std=0.1)
+        mesh = init_device_mesh("cpu", (world,))
+        policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
+        model.frozen.requires_grad_(True)
+        for layer in model.layers:
+            shard(layer, mesh=mesh, mp_policy=policy)
+        shard(model, mesh=mesh, mp_policy=policy)
+        params = [p for name, p in model.named_parameters() if name != "unused"]
+        opt = (
+            torch.optim.SGD(params, lr=0.5) if optimizer == "sgd" else torch.optim.AdamW(params, lr=1e-3, foreach=True)
+        )
+        losses = []
+        for _ in range(10):
+            loss = _loss(model, _batch(0).chunk(world)[dist.get_rank()])
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            total = loss.detach().float()
+            dist.all_reduce(total)
+            losses.append(total.item() / world)
+        return losses
+
+    return train(fully_shard), train(fsdp2)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "optimizer", "bound"),
+    [(None, "sgd", 1e-6), (None, "adamw", 1e-5), (torch.bfloat16, "sgd", 1e-3), (torch.bfloat16, "adamw", 1e-3)],
+)
+def test_losses_equal_fsdp2s(pool, dtype, optimizer: str, bound: float) -> None:
+    ours, peers = pool(2).run(_peer, 2, dtype, optimizer)[0]
+    assert ours[-1] < ours[0]
+    torch.testing.assert_close(torch.tensor(ours), torch.tensor(peers), rtol=bound, atol=0)
+
+
+def _memory(world: int) -> None:
+    from vescale import fully_shard
+
+    model = _net()
+    mesh = init_device_mesh("cpu", (world,))
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    for _ in range(2):
+        _loss(model, _batch(0)).backward()
+    for unit in model.units():
+        for segment in unit.segments:
+            assert segment.full.local.untyped_storage().size() == 0, "gathered parameters are freed after backward"
+            assert segment.grad_full is None, "unreduced gradients are freed after the reduce"
+            assert not segment.trainable or all(p.grad is not None for p in segment.sharded)
+            assert segment.trainable or segment.grad is None, "a frozen segment has no gradient buffers"
+    with torch.no_grad():
+        model(_batch(0))
+    assert all(not unit.unsharded for unit in model.units()), "a forward without gradients leaves nothing gathered"
+    padding = [segment.master for unit in model.units() for segment in unit.segments]
+    held = sum(buffer.local.sum().item() for buffer in padding)
+    owned = sum(p.to_local().sum().item() for p in model.parameters())
+    assert held == pytest.approx(owned, rel=1e-5)
+
+
+def test_nothing_whole_is_left_after_a_step(pool) -> None:
+    pool(3).run(_memory, 3)
+
+
+def _exception(world: int) -> None:
+    from vescale import fully_shard
+
+    model, reference = _net(), _net()
+    mesh = init_device_mesh("cpu", (world,))
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    with pytest.raises(IndexError):
+        model(torch.full((2, 4), 99))
+    with pytest.raises(ZeroDivisionError):
+        handle = model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
+        model(_batch(0))
+    handle.remove()
+    _loss(model, _batch(0)).backward()
+    _loss(reference, _batch(0)).backward()
+    torch.testing.assert_close(model.layers[1].up.weight.grad.full_tensor(), reference.layers[1].up.weight.grad)
+
+
+def test_an_exception_in_forward_leaves_the_next_step_clean(pool) -> None:
+    pool(2).run(_exception, 2)
+
+
+def _aliases(world: int) -> None:
+    from vescale import distribute, fully_shard
+
+    model = _net()
+    fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    weight = dict(model.named_parameters())["layers.0.up.weight"]
+    given = torch.arange(weight.numel(), dtype=torch.float32).view(weight.shape)
+    weight.grad = distribute(given, weight.device_mesh, weight.placements)
+    for unit in model.units():
+        unit.realias()
+    segment = next(seg for unit in model.units() for seg in unit.segments if seg.trainable)
+    index = [m.name for m in segment.members].index("layers.0.up.weight")
+    assert torch.equal(segment.grad.run(index), weight.grad.to_local()) and torch.equal(
+        weight.grad.full_tensor(), given
+    )
+    model.load_state_dict({**model.state_dict(), "layers.0.up.weight": given}, assign=True)
+    assert model.layers[0].up.weight is weight and torch.equal(weight.full_tensor(), given)
+    assert weight.to_local().data_ptr() == segment.master.run(index).data_ptr()
+
+
+def test_assigned_gradients_and_weights_are_read_and_lie_in_the_shard(pool) -> None:
+    pool(2).run(_aliases, 2)
+
+
+def _bad_input() -> None:
+    from vescale import fully_shard
+
+    with pytest.raises(ValueError, match=r"max_padding.*-1.*zero must be"):
+        fully_shard(nn.Linear(2, 2), max_padding=-1, zero=7)
+    with pytest.raises(ValueError, match="nn.Module, got int"):
+        fully_shard(3)
+    with pytest.raises(NotImplementedError, match="zero=2"):
+        fully_shard(nn.Linear(2, 2), zero=2)
+    with pytest.raises(ValueError, match="sharded already"):
+        fully_shard(fully_shard(nn.Linear(2, 2)))
+    with pytest.raises(ValueError, match="has no forward"):
+        fully_shard(nn.ModuleList([nn.Linear(2, 2)]))
+
+
+def test_bad_arguments_are_named(pool) -> None:
+    pool(1).run(_bad_input)
+
+
+def _divergent(world: int) -> None:
+    from vescale import fully_shard
+
+    width = 8 + dist.get_rank()
+    model = fully_shard(nn.Linear(width, 4), mesh=init_device_mesh("cpu", (world,)))
+    with pytest.raises(RuntimeError, match="differs between ranks.*rank 0.*rank 1"):
+        list(model.parameters())
+
+
+def test_plans_that_differ_are_an_error_on_every_rank(pool) -> None:
+    pool(2).run(_divergent, 2)

@@ -1,0 +1,265 @@
+"""The update does not depend on the number of ranks, each block is computed once, and only cut blocks move."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from optimizers import AdamW, Muon
+
+SHAPES = {
+    "a": (24, 40),
+    "b": (40, 24),
+    "c": (33, 17),
+    "stack": (3, 8, 12),
+    "bias": (41,),
+    "scalar": (),
+    "wide": (7, 96),
+}
+RULES: dict[str, dict[str, Any]] = {
+    "adamw": {"all": ("*", AdamW(lr=0.01, weight_decay=0.1))},
+    "muon": {"matrices": (["a", "b", "c", "stack", "wide"], Muon(lr=0.02)), "rest": ("*", AdamW(lr=0.01))},
+    "muon fp32": {
+        "matrices": (["?", "wide"], Muon(lr=0.02, ns_dtype=torch.float32, wire_dtype=torch.float32)),
+        "rest": ("*", AdamW(lr=0.01)),
+    },
+}
+
+
+class Bag(nn.Module):
+    """Parameters of many shapes, in two units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.inner = nn.ParameterDict({k: nn.Parameter(torch.randn(s)) for k, s in SHAPES.items()})
+        self.outer = nn.ParameterDict({k: nn.Parameter(torch.randn(s)) for k, s in list(SHAPES.items())[::2]})
+
+
+def _grad(name: str, shape: tuple[int, ...], step: int) -> torch.Tensor:
+    seed = sum(map(ord, name)) * 1000 + step
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _build(rule: str, max_padding: float):
+    from vescale import Optimizer, Rules, fully_shard
+
+    rules, model = Rules(**RULES[rule]), Bag()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for module in (model.inner, model):
+        fully_shard(module, mesh=mesh, block_of=rules.block_of, max_padding=max_padding)
+    return model, Optimizer(model.named_parameters(), rules)
+
+
+def _set_grads(model: nn.Module, step: int) -> None:
+    from vescale import distribute
+
+    for name, param in model.named_parameters():
+        grad = _grad(name, tuple(param.shape), step)
+        sharded = hasattr(param, "device_mesh")
+        param.grad = distribute(grad, param.device_mesh, param.placements) if sharded else grad
+
+
+def _train(rule: str, max_padding: float, steps: int = 3) -> dict[str, Any]:
+    model, optimizer = _build(rule, max_padding)
+    calls: list[int] = []
+    original = Muon.block
+
+    def counted(self: Muon, payloads: tuple[torch.Tensor, ...], state: Any) -> torch.Tensor:
+        calls.append(payloads[0].shape[0])
+        return original(self, payloads, state)
+
+    Muon.block = counted  # type: ignore[method-assign]
+    try:
+        for step in range(steps):
+            _set_grads(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        Muon.block = original  # type: ignore[method-assign]
+    buckets = [bucket for program in optimizer._programs.values() for bucket in program]
+    return {
+        "params": {name: p.full_tensor() for name, p in model.named_parameters()},
+        "state": {
+            name: value.full_tensor()
+            for name, value in optimizer.named_state().items()
+            if value.ndim or hasattr(value, "device_mesh")
+        },
+        "blocks": sum(calls) / steps,
+        "sent": sum(b.exchange.bytes_sent for b in buckets if b.exchange) / steps,
+        "cut": len(optimizer.owners),
+        "padding": max(abs(seg.master.local).sum() for u in model.units() for seg in u.segments),
+    }
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_update_has_the_same_bits_for_any_number_of_ranks(pool, rule: str) -> None:
+    reference = pool(1).run(_train, rule, 0.0)[0]
+    for world in (2, 3, 4, 5, 8):
+        for max_padding in (0.0, 1e9):
+            results = pool(world).run(_train, rule, max_padding)
+            for kind in ("params", "state"):
+                assert results[0][kind].keys() == reference[kind].keys()
+                for name, value in results[0][kind].items():
+                    assert torch.equal(value, reference[kind][name]), (
+                        f"{kind} {name}, {world} ranks, max_padding {max_padding}"
+                    )
+            blocks = sum(result["blocks"] for result in results)
+            assert blocks == reference["blocks"], (
+                f"{blocks} blocks computed by {world} ranks, {reference['blocks']} exist"
+            )
+
+
+def test_nothing_moves_where_nothing_is_cut_and_cut_blocks_move_there_and_back(pool) -> None:
+    cut, kept = (pool(4).run(_train, "muon", max_padding) for max_padding in (0.0, 1e9))
+    assert all(result["cut"] == 0 and result["sent"] == 0 for result in kept)
+    assert cut[0]["cut"] > 0
+    moved = sum(result["sent"] for result in cut)
+    assert 0 < moved <= 2 * 2 * sum(torch.Size(s).numel() for s in SHAPES.values()) * 2
+
+
+def _plain(rule: str) -> dict[str, torch.Tensor]:
+    from vescale import Optimizer, Rules
+
+    model = Bag()
+    optimizer = Optimizer(model.named_parameters(), Rules(**RULES[rule]))
+    for step in range(3):
+        _set_grads(model, step)
+        optimizer.step()
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_plain_parameters_are_stepped_alike(pool, rule: str) -> None:
+    ours, reference = _plain(rule), pool(1).run(_train, rule, 0.0)[0]["params"]
+    for name, value in ours.items():
+        torch.testing.assert_close(value, reference[name], rtol=1e-6, atol=1e-7)
+
+
+def _skip() -> None:
+    model, optimizer = _build("muon", 0.0)
+    _set_grads(model, 0)
+    optimizer.step()
+    before = {n: p.full_tensor().clone() for n, p in model.named_parameters()}
+    state = {n: v.clone() for n, v in optimizer.named_state().items()}
+    _set_grads(model, 1)
+    model.inner["a"].grad.to_local().fill_(float("nan"))
+    optimizer.step(skip=torch.ones(()))
+    assert all(torch.equal(p.full_tensor(), before[n]) for n, p in model.named_parameters())
+    assert all(torch.equal(v, state[n]) for n, v in optimizer.named_state().items())
+    _set_grads(model, 1)
+    optimizer.step(skip=torch.zeros(()))
+    assert not any(torch.equal(p.full_tensor(), before[n]) for n, p in model.named_parameters())
+
+
+def test_a_skipped_step_leaves_every_bit(pool) -> None:
+    pool(3).run(_skip)
+
+
+def _missing_gradients() -> None:
+    model, optimizer = _build("muon", 0.0)
+    _set_grads(model, 0)
+    model.inner["b"].grad = model.inner["bias"].grad = None
+    before = {n: p.full_tensor().clone() for n, p in model.named_parameters()}
+    optimizer.step()
+    after = {n: p.full_tensor() for n, p in model.named_parameters()}
+    assert {n for n in after if torch.equal(after[n], before[n])} == {"inner.b", "inner.bias"}
+    assert optimizer.state[model.inner["b"]]["step"] == 0 and optimizer.state[model.inner["a"]]["step"] == 1
+    _set_grads(model, 1)
+    optimizer.step()  # parameters of unequal age
+
+    single, reference = _build_plain("muon")
+    for step in range(2):
+        _set_grads(single, step)
+        if step == 0:
+            single.inner["b"].grad = single.inner["bias"].grad = None
+        reference.step()
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(
+            param.full_tensor(), dict(single.named_parameters())[name].data, rtol=1e-6, atol=1e-7
+        )
+
+
+def _build_plain(rule: str):
+    from vescale import Optimizer, Rules
+
+    model = Bag()
+    return model, Optimizer(model.named_parameters(), Rules(**RULES[rule]))
+
+
+def test_a_parameter_without_gradient_is_left_and_does_not_age(pool) -> None:
+    pool(2).run(_missing_gradients)
+
+
+def _changed_numbers() -> None:
+    model, optimizer = _build("muon", 0.0)
+    for group in optimizer.param_groups:
+        group["lr"] = torch.tensor(0.0) if group["name"] == "matrices" else 0.0
+    before = {n: p.full_tensor().clone() for n, p in model.named_parameters()}
+    _set_grads(model, 0)
+    optimizer.step()
+    assert all(torch.equal(p.full_tensor(), before[n]) for n, p in model.named_parameters())
+
+
+def test_learning_rates_change_between_steps_and_may_be_tensors(pool) -> None:
+    pool(2).run(_changed_numbers)
+
+
+def _resume() -> None:
+    model, optimizer = _build("muon", 0.0)
+    for step in range(4):
+        if step == 2:
+            saved_model = {k: v.clone() for k, v in model.state_dict().items()}
+            saved = optimizer.state_dict()
+            saved = {**saved, "state": {k: {n: t.clone() for n, t in v.items()} for k, v in saved["state"].items()}}
+        _set_grads(model, step)
+        optimizer.step()
+    again, resumed = _build("muon", 0.0)
+    again.load_state_dict(saved_model)
+    resumed.load_state_dict(saved)
+    for step in (2, 3):
+        _set_grads(again, step)
+        resumed.step()
+    for (name, a), (_, b) in zip(model.named_parameters(), again.named_parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_resume_equals_the_uninterrupted_run(pool) -> None:
+    pool(3).run(_resume)
+
+
+def _refusals() -> None:
+    from vescale import Optimizer, Rules, fully_shard
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Runs256(AdamW):
+        finest = 256
+
+        def block_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+            return (256,)
+
+    model = fully_shard(nn.Linear(64, 33), max_padding=0.0)
+    with pytest.raises(ValueError, match="cut inside a run of 256.*block_of"):
+        Optimizer(model.named_parameters(), Rules(all=("*", Runs256())))
+    with pytest.raises(ValueError, match=r"no pattern matches parameter bias.*'gone' of group x matches no parameter"):
+        Optimizer(model.named_parameters(), Rules(w=("weight", AdamW()), x=("gone", AdamW())))
+
+
+def test_rules_that_do_not_fit_are_named(pool) -> None:
+    pool(2).run(_refusals)
+
+
+def test_owners_are_balanced() -> None:
+    from vescale.exchange import deal
+
+    work = [(1.0, (f"w{i:02}", 0), range(i % 7, i % 7 + 2)) for i in range(56)]
+    owners = deal(work, [0.0] * 8)
+    loads = [sum(1 for owner in owners.values() if owner == rank) for rank in range(8)]
+    assert max(loads) <= 1.2 * sum(loads) / len(loads)
+    assert owners == deal(list(reversed(work)), [0.0] * 8)

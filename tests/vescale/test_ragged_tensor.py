@@ -1,0 +1,165 @@
+"""A RaggedTensor is its logical tensor.
+
+Every operator it answers gives the numbers of the whole, on any number of ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+SHAPE = (5, 7)
+
+
+def _setup(offset: int = 3, size: int = 13):
+    from vescale import RaggedShard, distribute
+
+    world = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world,))
+    torch.manual_seed(1)
+    whole = torch.randn(SHAPE)
+    size = max(size, -(-(whole.numel() + offset) // world))
+    placement = RaggedShard.of_slot(SHAPE, offset=offset, shard_size=size, num_ranks=world)
+    return mesh, whole, placement, distribute(whole, mesh, [placement])
+
+
+def _operators() -> None:
+    _, whole, _, ragged = _setup()
+    assert torch.equal(ragged.full_tensor(), whole)
+    assert torch.equal((ragged * 2 + ragged.abs().sqrt()).full_tensor(), whole * 2 + whole.abs().sqrt())
+    assert torch.equal(torch.where(ragged > 0, ragged, -ragged).full_tensor(), whole.abs())
+    assert torch.equal(ragged.bfloat16().full_tensor(), whole.bfloat16())
+    ours = [t.full_tensor() for t in torch._foreach_add([ragged, ragged], [ragged, ragged * 3])]
+    assert all(map(torch.equal, ours, [whole * 2, whole + whole * 3]))
+    for reduce in (torch.max, torch.min, torch.sum, torch.mean):
+        torch.testing.assert_close(reduce(ragged), reduce(whole))
+    for p in (0, 1, 2, 3.5, float("inf"), -float("inf")):
+        torch.testing.assert_close(torch.linalg.vector_norm(ragged, p), torch.linalg.vector_norm(whole, p))
+    assert bool((ragged == ragged).all()) and not bool((ragged != ragged).any())
+    assert torch.equal(ragged, ragged.clone()) and not torch.equal(ragged, ragged + 1)
+    assert type(torch.linalg.vector_norm(ragged)) is torch.Tensor
+    for name in ("normal_", "uniform_", "exponential_"):
+        torch.manual_seed(9)
+        drawn = getattr(torch.empty_like(ragged), name)().full_tensor()
+        torch.manual_seed(9)
+        assert torch.equal(drawn, getattr(torch.empty(SHAPE), name)()), name
+    torch.manual_seed(9)
+    drawn = torch.randn_like(ragged).full_tensor()
+    torch.manual_seed(9)
+    assert torch.equal(drawn, torch.randn(SHAPE))
+    twin = copy.deepcopy(ragged)
+    twin.zero_()
+    assert ragged.full_tensor().any() and not twin.full_tensor().any()
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+def test_operators_give_the_numbers_of_the_whole(pool, world: int) -> None:
+    pool(world).run(_operators)
+
+
+def _refusals() -> None:
+    from vescale import RaggedShard, from_local, redistribute
+
+    mesh, whole, placement, ragged = _setup()
+    with pytest.raises(NotImplementedError, match="full_tensor"):
+        ragged @ ragged.new_zeros(())
+    with pytest.raises(ValueError, match="cut differently"):
+        ragged + whole
+    other = redistribute(ragged, [RaggedShard((0,), (5,) + (0,) * (mesh.size() - 1))])
+    with pytest.raises(ValueError, match="cut differently"):
+        ragged + other
+    with pytest.raises(ValueError, match="cut differently"):
+        torch._foreach_mul_([ragged], [other])
+    with pytest.raises(NotImplementedError, match="pickled"):
+        copy.copy(ragged)
+    with pytest.raises(ValueError, match="expected a 1-D local run"):
+        from_local(torch.zeros(99), mesh, [placement], shape=SHAPE)
+    with pytest.raises(ValueError, match="whole shape"):
+        ragged.copy_(torch.zeros(7))
+
+
+def test_what_a_run_cannot_answer_raises(pool) -> None:
+    pool(2).run(_refusals)
+
+
+def _redistribute() -> None:
+    from vescale import RaggedShard, RaggedTensor, redistribute
+
+    mesh, whole, placement, ragged = _setup()
+    world = mesh.size()
+    for units in ([5] + [0] * (world - 1), [0] * (world - 1) + [5], [1] * (world - 1) + [6 - world]):
+        moved = redistribute(ragged, [RaggedShard((0,), units)])
+        assert torch.equal(moved.full_tensor(), whole)
+        assert torch.equal(redistribute(moved, [placement]).to_local(), ragged.to_local())
+    assert torch.equal(ragged.redistribute(placements=[Replicate()]).to_local(), whole)
+    assert torch.equal(ragged.redistribute(placements=[Shard(0)]).full_tensor(), whole)
+    replicated = DTensor.from_local(whole, mesh, [Replicate()], run_check=False)
+    assert torch.equal(redistribute(replicated, [placement]).full_tensor(), whole)
+    partial = DTensor.from_local(whole * (dist.get_rank() + 1), mesh, [Partial()], run_check=False)
+    torch.testing.assert_close(redistribute(partial, [placement]).full_tensor(), whole * (world * (world + 1) // 2))
+    leaf = ragged.detach().requires_grad_()
+    (leaf.full_tensor() * whole).sum().backward()
+    assert isinstance(leaf.grad, RaggedTensor) and torch.equal(leaf.grad.full_tensor(), whole)
+    leaf.grad = None
+    leaf.to_local().sum().backward()
+    assert torch.equal(leaf.grad.full_tensor(), torch.ones(SHAPE))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+def test_every_change_of_cut_keeps_the_tensor(pool, world: int) -> None:
+    pool(world).run(_redistribute)
+
+
+def _stock_optimizers() -> None:
+    from vescale import distribute
+
+    mesh, whole, placement, _ = _setup()
+    for options in ({"foreach": True}, {"fused": True}, {"foreach": False}):
+        ours, single = torch.nn.Parameter(distribute(whole, mesh, [placement])), torch.nn.Parameter(whole.clone())
+        optimizers = [torch.optim.AdamW([p], lr=0.1, **options) for p in (ours, single)]
+        for step in range(3):
+            grad = torch.randn(SHAPE, generator=torch.Generator().manual_seed(step))
+            ours.grad, single.grad = distribute(grad, mesh, [placement]), grad.clone()
+            norms = [torch.nn.utils.clip_grad_norm_([p], 0.5) for p in (ours, single)]
+            torch.testing.assert_close(*norms)
+            for optimizer in optimizers:
+                optimizer.step()
+        torch.testing.assert_close(ours.full_tensor(), single.data, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_torchs_adamw_and_clipping_work_unchanged(pool, world: int) -> None:
+    pool(world).run(_stock_optimizers)
+
+
+def _save(folder: str) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save({"w": _setup()[3]}, checkpoint_id=folder)
+
+
+def _load(folder: str) -> torch.Tensor:
+    import torch.distributed.checkpoint as dcp
+
+    from vescale import RaggedShard, redistribute
+
+    mesh, _, _, ragged = _setup()
+    units = [0] * mesh.size()
+    units[-1] = 5  # every other rank holds nothing
+    target = redistribute(torch.zeros_like(ragged), [RaggedShard((0,), units)])
+    dcp.load({"w": target}, checkpoint_id=folder)
+    return target.full_tensor()
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(3, 2), (2, 3), (4, 1), (1, 4)])
+def test_torchs_distributed_checkpoint_moves_between_world_sizes(pool, tmp_path: Path, saved: int, loaded: int) -> None:
+    pool(saved).run(_save, str(tmp_path))
+    torch.manual_seed(1)
+    whole = torch.randn(SHAPE)
+    assert all(torch.equal(result, whole) for result in pool(loaded).run(_load, str(tmp_path)))

@@ -1,0 +1,37 @@
+"""Optimizer-centric fully sharded training on stock PyTorch: an open implementation of veScale-FSDP (arXiv 2602.22437).
+
+Names are imported when first used, so that commands which only read configuration start without torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vescale.block import Block as Block
+    from vescale.dbuffer import DBuffer as DBuffer
+    from vescale.fsdp import FSDPModule as FSDPModule
+    from vescale.fsdp import fully_shard as fully_shard
+    from vescale.grad_norm import clip_grad_norm_ as clip_grad_norm_
+    from vescale.optimizer import Optimizer as Optimizer
+    from vescale.placement import RaggedShard as RaggedShard
+    from vescale.ragged_tensor import RaggedTensor as RaggedTensor
+    from vescale.ragged_tensor import distribute as distribute
+    from vescale.ragged_tensor import from_local as from_local
+    from vescale.ragged_tensor import redistribute as redistribute
+    from vescale.rule import Rules as Rules
+
+_HOME = {
+    "Block": "block", "DBuffer": "dbuffer", "FSDPModule": "fsdp", "fully_shard": "fsdp", "clip_grad_norm_": "grad_norm",
+    "Optimizer": "optimizer", "RaggedShard": "placement", "RaggedTensor": "ragged_tensor",
+    "distribute": "ragged_tensor", "from_local": "ragged_tensor", "redistribute": "ragged_tensor", "Rules": "rule",
+}  # fmt: skip
+
+__all__ = list(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'vescale' has no attribute {name!r}")
+    return getattr(import_module(f"vescale.{_HOME[name]}"), name)

@@ -1,0 +1,200 @@
+"""DBuffer: one flat local tensor that holds many logical tensors, and its cut.
+
+Three tensors on two ranks, planned into shards of 64 elements (the numbers are ``plan_segment``'s, a test asserts
+them)::
+
+    element   0            48  64          96         120  128
+              |  a (6, 8)   | gap| b (5,5) .. | c (24,)  | gap |
+    rank      <------- 0 -------><----------- 1 -------------->
+
+Sharded, a rank's local tensor is its 64 elements and ``tensor(i)`` is a ``RaggedTensor`` over a part of them. Gathered,
+the local tensor is all 128 elements and ``view(i)`` *is* the parameter: contiguous, nothing to copy out. Partial, the
+same 128 elements are this rank's term of a sum. All-gather and reduce-scatter are changes of placement in place: the
+shard is a slice of the gathered buffer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+
+from vescale import collectives
+from vescale.placement import RaggedShard
+from vescale.planner import SegmentPlan
+from vescale.ragged_tensor import RaggedTensor, from_local
+
+
+class DBuffer:
+    """The logical tensors of one plan in one flat tensor.
+
+    Args:
+        plan: Where each tensor lies and how long a shard is.
+        shapes: Logical shape of each tensor, in the plan's order.
+        mesh: One-dimensional; its ranks share the buffer.
+        placement: ``Shard(0)`` for one shard, ``Replicate()`` for the gathered buffer, ``Partial()`` for a term of a
+            sum.
+        local: (S,) when sharded, else (m * S,), any dtype.
+
+    Raises:
+        ValueError: If the local tensor is not one-dimensional or not of the length that the placement asks for.
+    """
+
+    plan: SegmentPlan
+    shapes: tuple[tuple[int, ...], ...]
+    mesh: DeviceMesh
+    placement: Placement  # of the flat buffer, over the mesh
+    local: torch.Tensor  # padding is zero in every sharded buffer that somebody reads
+
+    def __init__(
+        self,
+        plan: SegmentPlan,
+        shapes: Sequence[Sequence[int]],
+        mesh: DeviceMesh,
+        placement: Placement,
+        local: torch.Tensor,
+    ) -> None:
+        expected = plan.shard_size if placement == Shard(0) else plan.numel
+        if local.ndim != 1 or local.numel() != expected:
+            raise ValueError(
+                f"DBuffer {placement}: expected a flat local tensor of {expected} elements, got {tuple(local.shape)}"
+            )
+        self.plan, self.shapes, self.mesh = plan, tuple(map(tuple, shapes)), mesh
+        self.placement, self.local = placement, local
+
+    @classmethod
+    def zeros(
+        cls,
+        plan: SegmentPlan,
+        shapes: Sequence[Sequence[int]],
+        mesh: DeviceMesh,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> DBuffer:
+        """Returns a sharded buffer of zeros."""
+        return cls(plan, shapes, mesh, Shard(0), torch.zeros(plan.shard_size, dtype=dtype, device=device))
+
+    def empty_like(self) -> DBuffer:
+        """Returns a buffer of the same plan, placement, dtype and device, its contents undefined."""
+        return DBuffer(self.plan, self.shapes, self.mesh, self.placement, torch.empty_like(self.local))
+
+    @property
+    def rank(self) -> int:
+        """Position of this rank in the cut."""
+        return self.mesh.get_local_rank()
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """Ranks that share the buffer."""
+        return self.mesh.get_group()
+
+    @property
+    def sharded(self) -> bool:
+        """Whether the local tensor is one shard."""
+        return self.placement == Shard(0)
+
+    def slot(self) -> torch.Tensor:
+        """This rank's shard of the buffer, (S,): the whole local tensor, or its part of a gathered or partial one."""
+        size = self.plan.shard_size
+        return self.local if self.sharded else self.local[self.rank * size : (self.rank + 1) * size]
+
+    def view(self, index: int) -> torch.Tensor:
+        """Tensor ``index`` whole, in its logical shape, as a view of a gathered or partial buffer.
+
+        Raises:
+            ValueError: If the buffer is sharded: no rank has the whole tensor.
+        """
+        if self.sharded:
+            raise ValueError(
+                f"{self.plan.tensors[index].name}: a sharded DBuffer has no whole tensor; call all_gather() first"
+            )
+        start = self.plan.offsets[index]
+        return self.local[start : start + math.prod(self.shapes[index])].view(self.shapes[index])
+
+    def run(self, index: int) -> torch.Tensor:
+        """This rank's run of tensor ``index``, (stop - start,), as a view of its slot."""
+        start, stop = self.plan.local(index, self.rank)
+        first = self.plan.offsets[index] + start - self.rank * self.plan.shard_size if stop > start else 0
+        return self.slot()[first : first + stop - start]
+
+    def placement_of(self, index: int) -> RaggedShard:
+        """What tensor ``index`` sees of the buffer's cut."""
+        offset = self.plan.offsets[index]
+        return RaggedShard.of_slot(
+            self.shapes[index], offset=offset, shard_size=self.plan.shard_size, num_ranks=self.plan.num_ranks
+        )
+
+    def tensor(self, index: int) -> RaggedTensor:
+        """Tensor ``index`` as a DTensor whose local tensor is a view of this rank's slot."""
+        return from_local(self.run(index), self.mesh, [self.placement_of(index)], shape=self.shapes[index])
+
+    def all_gather(
+        self, out: torch.Tensor | None = None, *, async_op: bool = False
+    ) -> tuple[DBuffer, dist.Work | None]:
+        """Sharded to gathered: casts the shard into its slot of ``out`` and gathers the others around it, in place.
+
+        Args:
+            out: (m * S,) any dtype, the gathered buffer; allocated in the shard's dtype when left out.
+            async_op: Return a handle to wait on before reading.
+
+        Returns:
+            The gathered buffer and the handle, None when the call has waited.
+
+        Raises:
+            ValueError: If the buffer is not sharded.
+        """
+        if not self.sharded:
+            raise ValueError(f"all_gather: expected a sharded DBuffer, got {self.placement}")
+        full = self.local.new_empty(self.plan.numel) if out is None else out
+        gathered = DBuffer(self.plan, self.shapes, self.mesh, Replicate(), full)
+        gathered.slot().copy_(self.local)
+        return gathered, collectives.all_gather(full, gathered.slot(), group=self.group, async_op=async_op)
+
+    def reduce_scatter(self, *, async_op: bool = False) -> tuple[DBuffer, dist.Work | None]:
+        """Partial to sharded, by summing; the result lies in this rank's slot, in place.
+
+        Args:
+            async_op: Return a handle to wait on before reading.
+
+        Returns:
+            The sharded buffer, a view of this one, and the handle, None when the call has waited.
+
+        Raises:
+            ValueError: If the buffer is not partial.
+        """
+        if self.placement != Partial():
+            raise ValueError(f"reduce_scatter: expected a partial DBuffer, got {self.placement}")
+        work = collectives.reduce_scatter(self.slot(), self.local, group=self.group, async_op=async_op)
+        return DBuffer(self.plan, self.shapes, self.mesh, Shard(0), self.slot()), work
+
+    def zero_gaps(self) -> None:
+        """Zeroes the elements that belong to no tensor, so that nothing of a recycled storage is ever reduced."""
+        if self.sharded:
+            base = self.rank * self.plan.shard_size
+            spans = [(max(start - base, 0), min(stop - base, self.plan.shard_size)) for start, stop in self.plan.gaps()]
+        else:
+            spans = list(self.plan.gaps())
+        for start, stop in spans:
+            if stop > start:
+                self.local[start:stop].zero_()
+
+    def norm(self, p: float = 2.0) -> torch.Tensor:
+        """The p-norm over every tensor of the buffer, 0-d float32, complete on every rank.
+
+        Args:
+            p: Order of the norm, > 0; ``inf`` for the largest magnitude.
+        """
+        value = torch.linalg.vector_norm(self.local, p, dtype=torch.float32)
+        if not self.sharded or self.plan.num_ranks == 1:
+            return value
+        if math.isinf(p):
+            collectives.all_reduce(value, op=dist.ReduceOp.MAX, group=self.group)
+            return value
+        total = value**p
+        collectives.all_reduce(total, group=self.group)
+        return total ** (1 / p)

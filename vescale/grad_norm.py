@@ -1,0 +1,91 @@
+"""Gradient norms that are complete.
+
+Over any mix of meshes, dtypes, plain parameters and empty shards, in one collective per mesh.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from vescale import collectives
+from vescale.ragged_tensor import RaggedTensor
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
+) -> torch.Tensor:
+    """Scales gradients in place so that their joint norm is at most ``max_norm``; returns the norm before.
+
+    Args:
+        parameters: Parameters, those without a gradient are passed over; sharded ones count once, plain ones are taken
+            as equal on every rank.
+        max_norm: Upper bound of the norm, in units of the gradient; ``inf`` only measures.
+        norm_type: Order of the norm, > 0; ``inf`` for the largest magnitude.
+
+    Returns:
+        () float32, a plain tensor, equal on every rank.
+
+    Raises:
+        ValueError: If ``max_norm`` is negative or ``norm_type`` not positive.
+    """
+    if not max_norm >= 0 or not norm_type > 0:
+        raise ValueError(f"clip_grad_norm_: expected max_norm >= 0 and norm_type > 0, got {max_norm} and {norm_type}")
+    params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    grads = [param.grad for param in params if param.grad is not None]
+    norm = grad_norm(grads, norm_type)
+    if not math.isinf(max_norm):
+        # 1e-6 as in torch.nn.utils.clip_grad_norm_. No branch on the norm: nothing here reads the device.
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        locals_ = [_local(grad) for grad in grads]
+        if locals_:
+            torch._foreach_mul_(locals_, scale)
+    return norm
+
+
+@torch.no_grad()
+def grad_norm(grads: Sequence[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
+    """Returns the joint norm of ``grads``, () float32, complete on every rank.
+
+    Args:
+        grads: Sharded or plain tensors.
+        norm_type: Order of the norm, > 0.
+    """
+    device = _local(grads[0]).device if grads else torch.device("cpu")
+    total = torch.zeros((), dtype=torch.float32, device=device)
+    for group, members in _by_group(grads).items():
+        part = _combine([_power(tensor, norm_type) for tensor in members], norm_type)
+        if group is not None:
+            collectives.all_reduce(
+                part, op=dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM, group=group
+            )
+        total = _combine([total, part], norm_type)
+    return total if math.isinf(norm_type) else total ** (1 / norm_type)
+
+
+def _by_group(grads: Sequence[torch.Tensor]) -> dict[dist.ProcessGroup | None, list[torch.Tensor]]:
+    groups: dict[dist.ProcessGroup | None, list[torch.Tensor]] = {}
+    for grad in grads:
+        groups.setdefault(grad.group if isinstance(grad, RaggedTensor) else None, []).append(_local(grad))
+    return groups
+
+
+def _power(local: torch.Tensor, p: float) -> torch.Tensor:
+    """Sum of |x|**p, or the largest |x|; zero for an empty run."""
+    if local.numel() == 0:
+        return torch.zeros((), dtype=torch.float32, device=local.device)
+    norm = torch.linalg.vector_norm(local, p, dtype=torch.float32)
+    return norm if math.isinf(p) else norm**p
+
+
+def _combine(parts: list[torch.Tensor], p: float) -> torch.Tensor:
+    stacked = torch.stack(parts)
+    return stacked.amax() if math.isinf(p) else stacked.sum()
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, RaggedTensor) else tensor

@@ -1,0 +1,546 @@
+"""Optimizer: the one ``torch.optim.Optimizer``; it runs any rule over parameters that lie anywhere.
+
+Two ranks, one Muon matrix cut by the edge between them and two that are not::
+
+    rank 0   [ w0 ........ ][ w1 ...        prepare   both update momentum on their run
+    rank 1   ... w1 ][ w2 ........... ]     travel    rank 1 sends its part of w1's payload to the owner, rank 0
+                                            block     rank 0: w0, w1    rank 1: w2     (each matrix once in the world)
+                                            return    rank 0 sends rank 1 its part of w1's direction
+                                            apply     both step their run
+
+Kept blocks (w0, w2) never move. Cut blocks travel in the rule's ``wire_dtype``, packed into one uneven all-to-all per
+bucket and direction, and while one bucket travels the kept blocks of the one before are computed. Payloads and
+directions of kept blocks are rounded to ``wire_dtype`` too: that is why the update does not depend on the number of
+ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from vescale.block import Lattice
+from vescale.exchange import Crossing, Exchange, deal
+from vescale.planner import ALIGN, Boundary
+from vescale.ragged_tensor import RaggedTensor, from_local
+from vescale.rule import Routing, Rules
+from vescale.unit import Home, home_of
+
+# Payload bytes of one all-to-all: large enough that its latency does not show, small enough that a few in flight are no
+# memory to speak of.
+BUCKET_BYTES = 64 * 2**20
+
+
+class Optimizer(torch.optim.Optimizer):
+    """Steps every parameter by the rule that ``rules`` gives it.
+
+    Each group of ``rules`` is one entry of ``param_groups``, with ``"name"`` and the rule's hyperparameters, which may
+    be changed between steps (so torch's schedulers work). State exists from construction, for every parameter on every
+    rank, as ``RaggedTensor`` of the parameter's own cut.
+
+    Args:
+        named_parameters: ``model.named_parameters()``, after ``fully_shard`` and after the weights have a device.
+            Parameters outside any unit are stepped too, alike on every rank. Frozen ones are left out.
+        rules: Groups and their rules.
+
+    Raises:
+        ValueError: Where routing fails (see ``Rules.route``), or an edge cuts what a rule never lets be cut.
+        NotImplementedError: For a rule with block state, or with several blocks in a granule.
+    """
+
+    routing: Routing
+    runs: list[Run]
+
+    def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]], rules: Rules) -> None:
+        named = [(name, param) for name, param in named_parameters if param.requires_grad]
+        self.routing, self.rules = rules.route(named), rules
+        params = dict(named)
+        groups = [
+            {
+                "params": [(route.name, params[route.name]) for route in routes],
+                "name": name,
+                **_hyperparameters(rules.groups[name].rule),
+            }
+            for name, routes in self.routing.routes.items()
+            if routes
+        ]
+        super().__init__(groups, {})
+        _check_cuts(self.routing, params)
+        self.runs = [run for group in self.param_groups for run in _runs(group, rules.groups[group["name"]].rule)]
+        for run in self.runs:
+            self._create_state(run)
+        self.owners = _owners(self.runs)
+        self._programs: dict[tuple[int, ...], list[Bucket]] = {}
+
+    # --- the step ---
+
+    @torch.no_grad()
+    # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None, *, skip: torch.Tensor | None = None) -> Any:
+        """Steps every parameter that has a gradient.
+
+        Args:
+            closure: Recomputes the loss, as in torch.
+            skip: () float32 on the parameters' device, equal on every rank: 1.0 leaves parameters and state bit for bit
+                as they are.
+
+        Returns:
+            What the closure returned.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for unit in {id(run.home.unit): run.home.unit for run in self.runs if run.home}.values():
+            unit.realias()
+        buckets = self._program()
+        rules = {group["name"]: self._rule_now(group) for group in self.param_groups}
+        pending: Bucket | None = None
+        for bucket, following in zip(buckets, [*buckets[1:], None], strict=True):
+            if pending is None:
+                bucket.prepare(rules[bucket.group], skip)
+            if following is not None:
+                following.prepare(rules[following.group], skip)  # travels while this one is computed
+            bucket.compute(rules[bucket.group])
+            if pending is not None:
+                pending.apply(rules[pending.group], skip)
+            pending = bucket
+        if pending is not None:
+            pending.apply(rules[pending.group], skip)
+        return loss
+
+    def _rule_now(self, group: dict[str, Any]) -> Any:
+        """The rule with the numbers that the group holds now."""
+        rule = self.rules.groups[group["name"]].rule
+        return dataclasses.replace(rule, **{key: group[key] for key in _hyperparameters(rule)})
+
+    def _program(self) -> list[Bucket]:
+        """Buckets of the runs that have gradients, made once per set of such runs."""
+        active = [part for run in self.runs for part in run.active()]
+        key = tuple((id(run.parent), run.first, len(run.params)) for run in active)
+        if key not in self._programs:
+            self._programs[key] = _buckets(active, self.owners)
+        return self._programs[key]
+
+    # --- state ---
+
+    def _create_state(self, run: Run) -> None:
+        for index, param in enumerate(run.params):
+            self.state[param]["step"] = run.steps[index]
+            for name, flat in run.state.items():
+                self.state[param][name] = run.view(flat, index)
+
+    def named_state(self) -> dict[str, torch.Tensor]:
+        """Every state tensor under ``"<parameter>.<state>"``, the same keys on every rank.
+
+        What a checkpoint saves and loads in place.
+        """
+        return {
+            f"{name}.{key}": value
+            for run in self.runs
+            for name, p in zip(run.names, run.params, strict=True)
+            for key, value in self.state[p].items()
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Copies state into the tensors that exist, so that they stay views of their flat runs; sets the groups'
+        numbers.
+
+        Raises:
+            ValueError: If groups, parameters or names of state differ; nothing is changed then.
+        """
+        own = self.state_dict()
+        saved_groups, saved_state = state_dict["param_groups"], state_dict["state"]
+        if [group["params"] for group in own["param_groups"]] != [group["params"] for group in saved_groups]:
+            raise ValueError("load_state_dict: the saved parameter groups hold other parameters than this optimizer's")
+        differs = [key for key in own["state"] if set(saved_state.get(key, {})) != set(own["state"][key])]
+        if differs:
+            raise ValueError(f"load_state_dict: names of state differ for parameters {differs[:8]}")
+        with torch.no_grad():
+            for key, values in own["state"].items():
+                for name, value in values.items():
+                    value.copy_(saved_state[key][name])
+        for group, saved in zip(self.param_groups, saved_groups, strict=True):
+            group.update({key: value for key, value in saved.items() if key not in ("params", "param_names")})
+        self.state_was_loaded()
+
+    def state_was_loaded(self) -> None:
+        """Rereads what the host keeps of the state; call it after writing into the tensors of ``named_state``."""
+        for run in self.runs:
+            run.calls = [int(step) for step in run.steps.tolist()]
+        self._programs.clear()
+
+
+def _hyperparameters(rule: Any) -> dict[str, Any]:
+    return {field.name: getattr(rule, field.name) for field in dataclasses.fields(rule)}
+
+
+def _check_cuts(routing: Routing, params: dict[str, nn.Parameter]) -> None:
+    """Refuses an edge inside a run that a rule never lets be cut; the plan was made for another rule."""
+    problems = []
+    for route in (route for routes in routing.routes.values() for route in routes):
+        home = home_of(params[route.name])
+        if home is not None and route.block.finest > 1:
+            offset, size = home.segment.plan.offsets[home.index], home.segment.plan.shard_size
+            first, last = offset // size + 1, (offset + params[route.name].numel() - 1) // size
+            if any((k * size - offset) % route.block.finest for k in range(first, last + 1)):
+                problems.append(f"{route.name} is cut inside a run of {route.block.finest} elements")
+    if problems:
+        raise ValueError(
+            "; ".join(problems) + ": give fully_shard(..., block_of=rules.block_of) the same rules as the Optimizer"
+        )
+
+
+# --- runs ---
+
+
+class Run:
+    """Neighbouring parameters of one group, as one flat run of this rank's shard, to its padded end.
+
+    Args:
+        group: Name of the group.
+        rule: Its rule.
+        names: Names of the parameters.
+        params: The parameters, in buffer order.
+        parent: The run that holds the state of this part of it; None for a whole run.
+        first: Index of the first parameter in the parent.
+    """
+
+    group: str
+    home: Home | None  # of the first parameter; None for parameters outside any unit
+    start: int  # of the run, in elements of the buffer
+    stop: int
+    state: dict[str, torch.Tensor]  # name -> (stop - start,) flat
+    steps: torch.Tensor  # (len(params),) float32, completed steps
+    calls: list[int]  # the same as the host counts it, so that parameters of unequal age are stepped apart
+
+    def __init__(
+        self,
+        group: str,
+        rule: Any,
+        names: Sequence[str],
+        params: Sequence[nn.Parameter],
+        *,
+        parent: Run | None = None,
+        first: int = 0,
+    ) -> None:
+        self.group, self.rule, self.names, self.params, self.first = group, rule, list(names), list(params), first
+        self.home = home_of(params[0])
+        # type: ignore[union-attr]
+        self.offsets = [0] if self.home is None else [home_of(p).segment.plan.offsets[home_of(p).index] for p in params]
+        self.start, self.stop = self._slice()
+        self.parent = parent or self
+        self._parts: dict[tuple[int, int], Run] = {}
+        if parent is None:
+            flat = self.param()
+            self.state = {name: torch.zeros_like(flat, dtype=dtype) for name, dtype in rule.element_state().items()}
+            self.steps, self.calls = (
+                torch.zeros(len(params), dtype=torch.float32, device=flat.device),
+                [0] * len(params),
+            )
+        else:
+            at = self.start - parent.start
+            self.state = {name: flat[at : at + self.stop - self.start] for name, flat in parent.state.items()}
+            self.steps = parent.steps[first : first + len(params)]
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that share the buffer."""
+        return self.home.segment.plan.num_ranks if self.home else 1
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """Their group; None outside any unit."""
+        return self.home.segment.master.group if self.home else None
+
+    @property
+    def shard_size(self) -> int:
+        """Elements of one rank's shard."""
+        return self.home.segment.plan.shard_size if self.home else max(self.params[0].numel(), 1)
+
+    @property
+    def rank(self) -> int:
+        """Position of this rank in the cut."""
+        return self.home.segment.master.rank if self.home else 0
+
+    def _slice(self) -> tuple[int, int]:
+        end = self.offsets[-1] + self.params[-1].numel()
+        if self.home is None:
+            return 0, end
+        low, high = self.rank * self.shard_size, (self.rank + 1) * self.shard_size
+        start = min(max(self.offsets[0], low), high)
+        return start, max(start, min(-(-end // ALIGN) * ALIGN, high))
+
+    def param(self) -> torch.Tensor:
+        """The parameters, (stop - start,)."""
+        return self._of(self.home.segment.master.local) if self.home else self.params[0].detach().view(-1)
+
+    def grad(self) -> torch.Tensor:
+        """The gradients, (stop - start,)."""
+        if self.home is None:
+            return self.params[0].grad.reshape(-1)  # type: ignore[union-attr]
+        return self._of(self.home.segment.grad.local)  # type: ignore[union-attr]
+
+    def _of(self, shard: torch.Tensor) -> torch.Tensor:
+        base = self.rank * self.shard_size
+        return shard[self.start - base : self.stop - base]
+
+    def view(self, flat: torch.Tensor, index: int) -> torch.Tensor:
+        """The part of a flat state that is parameter ``index``, cut as the parameter is."""
+        param = self.params[index]
+        if not isinstance(param, RaggedTensor):
+            return flat.view(param.shape)
+        begin, end = param.run
+        at = self.offsets[index] + begin - self.start if end > begin else 0
+        return from_local(flat[at : at + end - begin], param.device_mesh, param.placements, shape=param.shape)
+
+    def lattice(self, index: int) -> Lattice:
+        """Blocks of parameter ``index``."""
+        shape = tuple(self.params[index].shape)
+        return Lattice(shape, self.rule.block_shape(shape))
+
+    def boundary(self, index: int) -> Boundary:
+        """Granules of parameter ``index`` that rank edges cut.
+
+        By this rule's blocks, whatever the plan was made for.
+        """
+        return Boundary(
+            self.offsets[index], self.params[index].numel(), self.lattice(index).granularity, self.shard_size
+        )
+
+    def active(self) -> list[Run]:
+        """The parts of this run that have gradients and equal age; normally the run itself."""
+        if len(set(self.calls)) == 1 and all(param.grad is not None for param in self.params):
+            return [self]
+        parts, index = [], 0
+        while index < len(self.params):
+            end = index
+            while end < len(self.params) and self.params[end].grad is not None and self.calls[end] == self.calls[index]:
+                end += 1
+            if end > index:
+                parts.append(self._part(index, end))
+            index = max(end, index + 1)
+        return parts
+
+    def _part(self, first: int, end: int) -> Run:
+        if (first, end) not in self._parts:
+            self._parts[first, end] = Run(
+                self.group, self.rule, self.names[first:end], self.params[first:end], parent=self, first=first
+            )
+        return self._parts[first, end]
+
+    def advance(self, skip: torch.Tensor | None) -> None:
+        """Counts a completed step."""
+        self.steps.add_(1 if skip is None else 1 - skip)
+        for index in range(self.first, self.first + len(self.params)):
+            self.parent.calls[index] += 1
+
+
+def _runs(group: dict[str, Any], rule: Any) -> list[Run]:
+    """Cuts a group into runs: parameters that follow each other in one buffer."""
+    pairs = list(zip(group["param_names"], group["params"], strict=True))
+    place = {id(p): (i, home_of(p)) for i, (_, p) in enumerate(pairs)}
+    order = {id(home.segment): n for n, home in enumerate(h for _, h in place.values() if h)}
+
+    def key(pair: tuple[str, nn.Parameter]) -> tuple[int, int]:
+        position, home = place[id(pair[1])]
+        return (order[id(home.segment)], home.index) if home else (len(order) + position, 0)
+
+    runs: list[list[tuple[str, nn.Parameter]]] = []
+    for name, param in sorted(pairs, key=key):
+        home, last = home_of(param), home_of(runs[-1][-1][1]) if runs else None
+        if home and last and home.segment is last.segment and home.index == last.index + 1:
+            runs[-1].append((name, param))
+        else:
+            runs.append([(name, param)])
+    return [Run(group["name"], rule, *map(list, zip(*run, strict=True))) for run in runs]  # type: ignore[arg-type]
+
+
+# --- buckets ---
+
+
+class Kept(NamedTuple):
+    """Neighbouring whole granules of one parameter on this rank.
+
+    Elements ``[start, stop)`` of its run, ``count`` blocks.
+    """
+
+    start: int
+    stop: int
+    count: int
+    block: tuple[int, ...]
+
+
+class Bucket:
+    """Runs of one rule that travel together, and where each is in the step."""
+
+    def __init__(self, runs: Sequence[Run], owners: dict[tuple[str, int], int]) -> None:
+        self.runs, self.group, self.rule = list(runs), runs[0].group, runs[0].rule
+        self.has_blocks = hasattr(self.rule, "block")
+        self.kept = [_kept(run) if self.has_blocks else [] for run in runs]
+        cut = (
+            [crossing for index, run in enumerate(runs) for crossing in _crossings(index, run, owners)]
+            if self.has_blocks
+            else []
+        )
+        self.exchange = (
+            Exchange(cut, self.runs[0].rank, self.runs[0].num_ranks, self.runs[0].process_group) if cut else None
+        )
+        self.payloads: list[tuple[torch.Tensor, ...]] = []
+        self.directions: list[torch.Tensor] = []
+
+    def prepare(self, rule: Any, skip: torch.Tensor | None) -> None:
+        """Runs the rule's element-wise part and sends the payloads of cut blocks on their way."""
+        self.payloads = []
+        for run in self.runs:
+            state = {**run.state, "step": run.steps[0]}
+            self.payloads.append(rule.prepare(run.param(), run.grad(), state, skip=skip))
+            run.advance(skip)
+        if self.exchange:
+            self.exchange.send(
+                [[(run.start, flat) for flat in flats] for run, flats in zip(self.runs, self.payloads, strict=True)]
+            )
+
+    def compute(self, rule: Any) -> None:
+        """Computes the kept blocks, then the cut ones that have arrived here, and sends their directions back."""
+        if not self.has_blocks:
+            return
+        self.directions = [torch.empty_like(flats[0]) for flats in self.payloads]
+        for run_index, kept in enumerate(self.kept):
+            for piece in kept:
+                self._compute_kept(rule, run_index, piece)
+        if self.exchange:
+            for blocks, done in self.exchange.arrived():
+                done(rule.block(blocks, {}))
+            self.exchange.reply()
+        self.payloads = []
+
+    def _compute_kept(self, rule: Any, run_index: int, piece: Kept) -> None:
+        shape = (piece.count, *piece.block)
+        blocks = tuple(flat[piece.start : piece.stop].view(shape) for flat in self.payloads[run_index])
+        self.directions[run_index][piece.start : piece.stop].view(shape).copy_(rule.block(blocks, {}))
+
+    def apply(self, rule: Any, skip: torch.Tensor | None) -> None:
+        """Steps the parameters along the directions."""
+        if not self.has_blocks:
+            return
+        if self.exchange:
+            self.exchange.collect([(run.start, flat) for run, flat in zip(self.runs, self.directions, strict=True)])
+        for run, direction in zip(self.runs, self.directions, strict=True):
+            _zero_gaps(run, direction)
+            rule.apply(run.param(), direction, run.state, skip=skip)
+        self.directions = []
+
+
+def _zero_gaps(run: Run, direction: torch.Tensor) -> None:
+    """Padding between parameters takes no step: it stays zero in the master shard."""
+    ends = [offset + param.numel() for offset, param in zip(run.offsets, run.params, strict=True)]
+    for start, stop in zip(ends, [*run.offsets[1:], run.stop], strict=True):
+        low, high = max(start, run.start) - run.start, min(stop, run.stop) - run.start
+        if high > low:
+            direction[low:high].zero_()
+
+
+def _buckets(runs: Sequence[Run], owners: dict[tuple[str, int], int]) -> list[Bucket]:
+    """Packs runs of one group and one mesh, in order, until their payload reaches BUCKET_BYTES."""
+    packed: list[list[Run]] = []
+    size = 0
+    for run in runs:
+        same = (
+            packed
+            and packed[-1][0].group == run.group
+            and packed[-1][0].process_group is run.process_group
+            and run.home is not None
+        )
+        itemsize = getattr(run.rule, "wire_dtype", torch.float32).itemsize
+        if not same or size + run.shard_size * itemsize > BUCKET_BYTES:
+            packed.append([])
+            size = 0
+        packed[-1].append(run)
+        size += run.shard_size * itemsize
+    return [Bucket(bucket, owners) for bucket in packed]
+
+
+def _kept(run: Run) -> list[Kept]:
+    """The whole granules of a run on this rank, neighbours of one parameter together."""
+    pieces = []
+    for index, param in enumerate(run.params):
+        lattice = run.lattice(index)
+        low, high = (min(max(edge - run.offsets[index], 0), param.numel()) for edge in (run.start, run.stop))
+        whole = lattice.cut(low, high).whole if high > low else range(0)
+        if len(whole):
+            start, stop = lattice.granule(whole[0])[0], lattice.granule(whole[-1])[1]
+            at = run.offsets[index] - run.start
+            pieces.append(Kept(start + at, stop + at, len(whole), lattice.block))
+    return pieces
+
+
+def _crossings(run_index: int, run: Run, owners: dict[tuple[str, int], int]) -> list[Crossing]:
+    """The granules of a run that rank edges cut, on every rank, with their owners."""
+    found = []
+    for index, (name, offset) in enumerate(zip(run.names, run.offsets, strict=True)):
+        lattice = run.lattice(index)
+        for granule in run.boundary(index):
+            start, stop = lattice.granule(granule)
+            found.append(
+                Crossing(run_index, offset + start, offset + stop, run.shard_size, owners[name, granule], lattice.block)
+            )
+    return found
+
+
+def _owners(runs: Sequence[Run]) -> dict[tuple[str, int], int]:
+    """Deals the cut granules of all runs over the ranks.
+
+    The same on every rank, since everybody sees the same plans.
+    """
+    owners: dict[tuple[str, int], int] = {}
+    meshes: dict[int, list[Run]] = {}
+    for run in runs:
+        if hasattr(run.rule, "block"):
+            _refuse(run)
+            meshes.setdefault(id(run.process_group), []).append(run)
+    for members in meshes.values():
+        load = [0.0] * members[0].num_ranks
+        work: list[tuple[float, tuple[str, int], range]] = []
+        for run in members:
+            for index, name in enumerate(run.names):
+                lattice = run.lattice(index)
+                cost = _cost(run.rule, lattice.block)
+                cut = list(run.boundary(index))
+                _add_kept(load, run, index, lattice, set(cut), cost)
+                work += [(cost, (name, granule), _holders(run, index, lattice, granule)) for granule in cut]
+        owners.update(deal(work, load))
+    return owners
+
+
+def _add_kept(load: list[float], run: Run, index: int, lattice: Lattice, cut: set[int], cost: float) -> None:
+    for granule in range(lattice.num_granules):
+        if granule not in cut:
+            load[(run.offsets[index] + lattice.granule(granule)[0]) // run.shard_size] += cost
+
+
+def _holders(run: Run, index: int, lattice: Lattice, granule: int) -> range:
+    start, stop = lattice.granule(granule)
+    return range((run.offsets[index] + start) // run.shard_size, (run.offsets[index] + stop - 1) // run.shard_size + 1)
+
+
+def _cost(rule: Any, block: tuple[int, ...]) -> float:
+    """Work of one block: the rule's own ``cost``, else the elements."""
+    if hasattr(rule, "cost"):
+        return rule.cost(block)
+    return float(torch.Size(block).numel())
+
+
+def _refuse(run: Run) -> None:
+    if getattr(run.rule, "block_state", None):
+        raise NotImplementedError(f"{type(run.rule).__name__} has block state, which the Optimizer cannot keep yet")
+    for index, name in enumerate(run.names):
+        if run.lattice(index).blocks_per_granule > 1:
+            raise NotImplementedError(
+                f"{name}: {type(run.rule).__name__} has several blocks in a granule, which the Optimizer cannot split yet"
+            )

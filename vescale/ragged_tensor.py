@@ -1,0 +1,570 @@
+"""RaggedTensor: a DTensor whose one axis is cut by RaggedShard; what users, hooks, optimizers and checkpoints hold.
+
+Stock DTensor refuses placements that it does not know, so this subclass answers the operators itself, on the local run:
+
+- element-wise operators, ``_foreach_*`` and fused optimizer steps, when every tensor has the same cut (or is a scalar);
+- random in-place operators draw the *whole* logical tensor from the default generator, seeded alike on every rank, and
+keep the run,
+  so that an initialisation has the same bits on any number of ranks;
+- full reductions (``norm``, ``sum``, ``max``, ...) are complete: a plain tensor, equal on every rank;
+- everything else raises, and says to take ``full_tensor()`` or ``to_local()``.
+
+``torch.optim.AdamW`` in all its forms and ``torch.nn.utils.clip_grad_norm_`` work on it unchanged, and so does torch's
+distributed checkpoint.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from vescale import collectives
+from vescale.placement import RaggedShard, boxes
+
+aten = torch.ops.aten
+
+# Operators that keep the shape of their first tensor and touch each element alone, but carry no pointwise tag.
+_SAME_LAYOUT = {
+    aten.detach.default, aten.alias.default, aten.clone.default, aten._to_copy.default, aten.copy_.default,
+    aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.zeros_like.default, aten.ones_like.default,
+    aten.empty_like.default, aten.full_like.default, aten.lift_fresh.default, aten.view_as_real.default,
+}  # fmt: skip
+_FUSED = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
+
+
+class RaggedTensor(DTensor):
+    """A logical tensor of which this rank holds one contiguous run of elements, as a 1-D local tensor.
+
+    Made by ``fully_shard``, by ``distribute`` and by ``from_local``. ``shape``, ``numel()`` and ``requires_grad`` are
+    those of the logical tensor; ``to_local()`` is this rank's run, perhaps empty.
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, local: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool = False) -> RaggedTensor:
+        return torch.Tensor._dtensor__new__(cls, local, spec, requires_grad=requires_grad)
+
+    def __init__(self, local: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool = False) -> None:
+        super().__init__()
+
+    # --- what it is
+    # -------------------------------------------------------------------------------------------------------------
+
+    @property
+    def ragged_axis(self) -> int:
+        """Index of the mesh axis that RaggedShard cuts."""
+        return _ragged_axis(self.placements)
+
+    @property
+    def placement(self) -> RaggedShard:
+        """The RaggedShard."""
+        return self.placements[self.ragged_axis]  # type: ignore[return-value]
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """Process group of the mesh axis that is cut."""
+        return self.device_mesh.get_group(self.ragged_axis)
+
+    @property
+    def run(self) -> tuple[int, int]:
+        """Elements ``[start, stop)`` of the flattened tensor that this rank holds."""
+        return self.placement.run(self.shape, self.device_mesh.get_local_rank(self.ragged_axis))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        what = f"shape={tuple(self.shape)}, dtype={self.dtype}, run={self.run}, placements={self.placements}"
+        return f"RaggedTensor({what}, local={self._local_tensor})"
+
+    # --- changes of cut
+    # ---------------------------------------------------------------------------------------------------------
+
+    def redistribute(
+        self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **options: Any
+    ) -> DTensor:
+        """Returns the same logical tensor under other placements; see ``vescale.redistribute``.
+
+        Raises:
+            ValueError: If ``placements`` is missing or does not fit the tensor, or an option of DTensor is not
+                supported.
+            NotImplementedError: For another mesh.
+        """
+        if options:
+            raise ValueError(f"RaggedTensor.redistribute does not take {sorted(options)}; cast before or after")
+        if device_mesh is not None and device_mesh != self.device_mesh:
+            raise NotImplementedError("redistribute to another mesh: gather with full_tensor() and distribute there")
+        if placements is None:
+            raise ValueError("redistribute needs placements")
+        return redistribute(self, placements)
+
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """Returns the whole logical tensor on every rank; the gradient flows back as this rank's run of it.
+
+        Raises:
+            ValueError: With ``grad_placements``, which this tensor fixes itself.
+        """
+        if grad_placements is not None:
+            raise ValueError("RaggedTensor.full_tensor fixes its gradient's placement; leave grad_placements out")
+        return _Gather.apply(self)
+
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """Returns this rank's run, (stop - start,); writes to it are writes to the tensor.
+
+        Raises:
+            ValueError: With ``grad_placements``, which this tensor fixes itself.
+        """
+        if grad_placements is not None:
+            raise ValueError("RaggedTensor.to_local fixes its gradient's placement; leave grad_placements out")
+        if not (torch.is_grad_enabled() and self.requires_grad):
+            return self._local_tensor
+        return _ToLocal.apply(self)
+
+    # --- what stock helpers ask
+    # -------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Any], meta: Any, outer_size: torch.Size, outer_stride: Any
+    ) -> RaggedTensor:
+        placements, old, _, requires_grad = meta
+        spec = DTensorSpec(
+            inner["device_mesh"], placements, tensor_meta=TensorMeta(outer_size, outer_stride, old.dtype)
+        )
+        return RaggedTensor(inner["_local_tensor"], spec, requires_grad=requires_grad)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RaggedTensor:
+        if id(self) in memo:
+            return memo[id(self)]
+        twin = RaggedTensor(self._local_tensor.detach().clone(), self._spec, requires_grad=self.requires_grad)
+        for name, value in self.__dict__.items():
+            if not name.startswith("_vescale"):  # the copy lies in no unit
+                setattr(twin, name, copy.deepcopy(value, memo))
+        memo[id(self)] = twin
+        return twin
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise NotImplementedError(
+            "a RaggedTensor cannot be pickled: it holds a process group; save with vescale.checkpoint or "
+            "torch.distributed.checkpoint, or pickle full_tensor()"
+        )
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(self._local_tensor)
+        chunks = self.__create_chunk_list__()
+        return [
+            WriteItem(
+                MetadataIndex(fqn, chunk.offsets, i),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, properties, self.shape),
+            )
+            for i, chunk in enumerate(chunks)
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [
+            ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in boxes(self.shape, *self.run)
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        start = self.run[0]
+        for box in boxes(self.shape, *self.run):
+            numel = math.prod(box.sizes)
+            if index.offset is None or tuple(index.offset) == box.offsets:
+                at = sum(o * math.prod(self.shape[d + 1 :]) for d, o in enumerate(box.offsets)) - start
+                return self._local_tensor[at : at + numel].view(box.sizes)
+        raise ValueError(f"{index.fqn}: this rank holds elements {self.run} and no piece that begins at {index.offset}")
+
+    # --- operators
+    # --------------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _REDUCTIONS:
+            return _REDUCTIONS[func](*args, **kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            return _random(func, args, kwargs)
+        if func is aten.copy_.default and not (isinstance(args[0], RaggedTensor) and isinstance(args[1], RaggedTensor)):
+            return _copy_whole(*args, **kwargs)
+        name = func._schema.name.removeprefix("aten::")
+        if torch.Tag.pointwise in func.tags or func in _SAME_LAYOUT or name.startswith("_foreach_") or name in _FUSED:
+            return _local(func, args, kwargs)
+        raise NotImplementedError(
+            f"{func} on a RaggedTensor {_shapes(args)}: only element-wise operators and full reductions see a run of "
+            "elements; take full_tensor() for the whole tensor or to_local() for this rank's run"
+        )
+
+
+def _shapes(args: Any) -> list[tuple[int, ...]]:
+    return [tuple(leaf.shape) for leaf in torch.utils._pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+
+
+def _ragged_axis(placements: Sequence[Placement]) -> int:
+    axes = [axis for axis, placement in enumerate(placements) if isinstance(placement, RaggedShard)]
+    others = [p for p in placements if not isinstance(p, RaggedShard | Replicate)]
+    if len(axes) != 1 or others:
+        raise NotImplementedError(
+            f"a RaggedTensor has one RaggedShard and otherwise Replicate placements, got {tuple(placements)}"
+        )
+    return axes[0]
+
+
+def _wrap(local: torch.Tensor, like: RaggedTensor) -> RaggedTensor:
+    meta = TensorMeta(like.shape, like._spec.tensor_meta.stride, local.dtype)  # type: ignore[union-attr]
+    return RaggedTensor(local, DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta))
+
+
+def _local(func: Any, args: Any, kwargs: Any) -> Any:
+    """Runs ``func`` on the local runs and wraps what it made; in-place results are the arguments themselves."""
+    _check_operands(func, args, kwargs)
+    local_args, local_kwargs = torch.utils._pytree.tree_map_only(
+        RaggedTensor, lambda t: t._local_tensor, (args, kwargs)
+    )
+    out = func(*local_args, **local_kwargs)
+    ragged = [leaf for leaf in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(leaf, RaggedTensor)]
+    owner = {id(t._local_tensor): t for t in ragged}
+
+    def wrap(local: Any, like: RaggedTensor) -> Any:
+        if not isinstance(local, torch.Tensor):
+            return local
+        return owner[id(local)] if id(local) in owner else _wrap(local, like)
+
+    if isinstance(out, list | tuple):
+        return type(out)(wrap(local, like) for local, like in zip(out, args[0], strict=True))
+    return wrap(out, ragged[0])
+
+
+def _check_operands(func: Any, args: Any, kwargs: Any) -> None:
+    """Refuses to mix cuts; the lists of a foreach or fused operator meet position by position."""
+    lists = [
+        arg
+        for arg in (*args, *kwargs.values())
+        if isinstance(arg, list | tuple) and len(arg) and isinstance(arg[0], torch.Tensor)
+    ]
+    rows = zip(*lists, strict=False) if lists else [torch.utils._pytree.tree_leaves((args, kwargs))]
+    for row in rows:
+        tensors = [t for t in row if isinstance(t, torch.Tensor) and (isinstance(t, RaggedTensor) or t.numel() > 1)]
+        kinds = {
+            (t.shape, t.placements, t.device_mesh) if isinstance(t, RaggedTensor) else (t.shape, "plain")
+            for t in tensors
+        }
+        if len(kinds) > 1:
+            raise ValueError(
+                f"{func}: operands are cut differently: {', '.join(map(str, kinds))}; redistribute them first"
+            )
+
+
+def _random(func: Any, args: Any, kwargs: Any) -> RaggedTensor:
+    """Draws the whole logical tensor with the default generator and keeps this rank's run."""
+    self = args[0]
+    if not isinstance(self, RaggedTensor):
+        raise NotImplementedError(f"{func}: the first argument must be the RaggedTensor")
+    whole = self._local_tensor.new_empty(self.shape)
+    drawn = func(whole, *args[1:], **kwargs)
+    if not isinstance(drawn, torch.Tensor) or drawn.shape != self.shape:
+        raise NotImplementedError(f"{func} on a RaggedTensor; take full_tensor() for the whole tensor")
+    mine = drawn.reshape(-1)[slice(*self.run)]
+    if drawn is not whole:
+        return _wrap(mine.clone(), self)
+    self._local_tensor.copy_(mine)
+    return self
+
+
+def _copy_whole(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    """``copy_`` between a RaggedTensor and a plain tensor that is equal on every rank."""
+    if not isinstance(self, RaggedTensor):
+        raise ValueError("copy_ of a RaggedTensor into a plain tensor: take full_tensor() or to_local() first")
+    if source.shape != self.shape:
+        raise ValueError(
+            f"copy_: expected a plain tensor of the whole shape {tuple(self.shape)}, got {tuple(source.shape)}"
+        )
+    self._local_tensor.copy_(source.reshape(-1)[slice(*self.run)], non_blocking)
+    return self
+
+
+# --- full reductions
+# --------------------------------------------------------------------------------------------------------------
+
+
+def _reduced(value: torch.Tensor, like: RaggedTensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
+    collectives.all_reduce(value, op=op, group=like.group)
+    return value
+
+
+def _power_sum(local: torch.Tensor, p: float, dtype: torch.dtype | None) -> torch.Tensor:
+    """Sum of |x|**p of one run; for p = 0 the number of non-zeros."""
+    if p == 0:
+        return (local != 0).sum(dtype=dtype or local.dtype)
+    return torch.linalg.vector_norm(local, p, dtype=dtype) ** p
+
+
+def _vector_norms(tensors: Sequence[RaggedTensor], p: float, dtype: torch.dtype | None) -> torch.Tensor:
+    """Complete norms of several tensors in one collective, (len(tensors),)."""
+    if math.isinf(p):
+        empty = 0.0 if p > 0 else math.inf
+        parts = [
+            torch.linalg.vector_norm(t._local_tensor, p, dtype=dtype)
+            if t._local_tensor.numel()
+            else t._local_tensor.new_full((), empty)
+            for t in tensors
+        ]
+        return _reduced(torch.stack(parts), tensors[0], dist.ReduceOp.MAX if p > 0 else dist.ReduceOp.MIN)
+    total = _reduced(torch.stack([_power_sum(t._local_tensor, p, dtype) for t in tensors]), tensors[0])
+    return total if p in (0, 1) else total ** (1 / p)
+
+
+def _norm(
+    x: RaggedTensor, p: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    if dim not in (None, []) and sorted(d % x.ndim for d in dim) != list(range(x.ndim)):
+        raise NotImplementedError(f"norm of a RaggedTensor over dims {dim}; only over all of them")
+    value = _vector_norms([x], float(p), dtype)[0]
+    return value.reshape([1] * x.ndim) if keepdim else value
+
+
+def _foreach_norm(tensors: Sequence[RaggedTensor], p: Any = 2, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+    by_group: dict[Any, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        by_group.setdefault((tensor.group, tensor.dtype), []).append(i)
+    out: list[Any] = [None] * len(tensors)
+    for members in by_group.values():
+        for i, value in zip(
+            members, _vector_norms([tensors[i] for i in members], float(p), dtype).unbind(), strict=True
+        ):
+            out[i] = value
+    return out
+
+
+def _sum(x: RaggedTensor, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    return _reduced(x._local_tensor.sum(dtype=dtype), x)
+
+
+def _mean(x: RaggedTensor, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    return _sum(x, dtype=dtype) / x.numel()
+
+
+def _extreme(
+    reduce: Callable[[torch.Tensor], torch.Tensor], op: Any, lowest: Callable[[torch.dtype], Any]
+) -> Callable[..., torch.Tensor]:
+    """A max, min, any or all; an empty run contributes the value that changes nothing."""
+
+    def run(x: RaggedTensor) -> torch.Tensor:
+        local = x._local_tensor
+        value = (
+            reduce(local)
+            if local.numel()
+            else torch.full((), lowest(local.dtype), dtype=local.dtype, device=local.device)
+        )
+        if value.dtype is torch.bool:
+            return _reduced(value.to(torch.uint8), x, op).to(torch.bool)
+        return _reduced(value, x, op)
+
+    return run
+
+
+def _lowest(dtype: torch.dtype) -> Any:
+    return False if dtype is torch.bool else -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min
+
+
+def _highest(dtype: torch.dtype) -> Any:
+    return True if dtype is torch.bool else math.inf if dtype.is_floating_point else torch.iinfo(dtype).max
+
+
+def _equal(a: RaggedTensor, b: Any) -> bool:
+    if not isinstance(b, RaggedTensor) or a.placements != b.placements or a.shape != b.shape:
+        raise ValueError("torch.equal of RaggedTensors needs two of equal shape and placement")
+    same = torch.tensor(int(torch.equal(a._local_tensor, b._local_tensor)), device=a._local_tensor.device)
+    return bool(_reduced(same, a, dist.ReduceOp.MIN))
+
+
+_REDUCTIONS: dict[Any, Callable[..., Any]] = {
+    aten.linalg_vector_norm.default: _norm,
+    aten.norm.Scalar: _norm,
+    aten._foreach_norm.Scalar: _foreach_norm,
+    aten.sum.default: _sum,
+    aten.mean.default: _mean,
+    aten.max.default: _extreme(torch.max, dist.ReduceOp.MAX, _lowest),
+    aten.min.default: _extreme(torch.min, dist.ReduceOp.MIN, _highest),
+    aten.any.default: _extreme(torch.any, dist.ReduceOp.MAX, lambda dtype: False),
+    aten.all.default: _extreme(torch.all, dist.ReduceOp.MIN, lambda dtype: True),
+    aten.equal.default: _equal,
+}
+
+
+# --- making one, and changing its cut
+# ---------------------------------------------------------------------------------------------
+
+
+def from_local(
+    local: torch.Tensor, device_mesh: DeviceMesh, placements: Sequence[Placement], *, shape: Sequence[int]
+) -> RaggedTensor:
+    """Returns the RaggedTensor of which ``local`` is this rank's run; the two share memory.
+
+    Args:
+        local: (stop - start,) any dtype, this rank's elements in row-major order.
+        device_mesh: The mesh; one axis is cut, the others replicate.
+        placements: One placement per mesh axis.
+        shape: Shape of the logical tensor.
+
+    Raises:
+        ValueError: If the placement does not cut ``shape`` over the axis, or ``local`` is not its run.
+    """
+    axis = _ragged_axis(placements)
+    placement: RaggedShard = placements[axis]  # type: ignore[assignment]
+    placement.check(shape, device_mesh.size(axis))
+    start, stop = placement.run(shape, device_mesh.get_local_rank(axis))
+    if local.ndim != 1 or local.numel() != stop - start:
+        raise ValueError(
+            f"expected a 1-D local run of {stop - start} elements [{start}, {stop}), got shape {tuple(local.shape)}"
+        )
+    whole = torch.empty(tuple(shape), device="meta")
+    spec = DTensorSpec(device_mesh, tuple(placements), tensor_meta=TensorMeta(whole.shape, whole.stride(), local.dtype))
+    return RaggedTensor(local.detach(), spec, requires_grad=local.requires_grad)
+
+
+def distribute(tensor: torch.Tensor, device_mesh: DeviceMesh, placements: Sequence[Placement]) -> RaggedTensor:
+    """Returns ``tensor``, which is equal on every rank, cut by ``placements``; no communication, the run is copied.
+
+    Args:
+        tensor: any shape and dtype, the logical tensor.
+        device_mesh: The mesh; one axis is cut, the others replicate.
+        placements: One placement per mesh axis.
+
+    Raises:
+        ValueError: If the placement does not cut the tensor's shape over the axis.
+    """
+    axis = _ragged_axis(placements)
+    placement: RaggedShard = placements[axis]  # type: ignore[assignment]
+    placement.check(tensor.shape, device_mesh.size(axis))
+    run = slice(*placement.run(tensor.shape, device_mesh.get_local_rank(axis)))
+    local = tensor.detach().reshape(-1)[run].clone().requires_grad_(tensor.requires_grad)
+    return from_local(local, device_mesh, placements, shape=tensor.shape)
+
+
+def redistribute(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
+    """Returns the same logical tensor under other placements of the same mesh.
+
+    ===========================  ==========================================================
+    RaggedShard -> RaggedShard   one uneven all-to-all of the elements that change their rank
+    RaggedShard -> Replicate     one all-gather; the gradient is the run of the gradient
+    RaggedShard -> Shard(dim)    the same, then a local slice
+    Replicate -> RaggedShard     local
+    Partial -> RaggedShard       one reduce-scatter
+    ===========================  ==========================================================
+
+    Args:
+        tensor: A DTensor of any of these placements.
+        placements: One per mesh axis; axes that do not change are Replicate.
+
+    Raises:
+        ValueError: If the placement does not fit the tensor.
+        NotImplementedError: For any other change.
+    """
+    mesh, placements = tensor.device_mesh, tuple(placements)
+    if placements == tensor.placements:
+        return tensor
+    target_ragged = any(isinstance(p, RaggedShard) for p in placements)
+    if isinstance(tensor, RaggedTensor):
+        if target_ragged:
+            return _recut(tensor, placements)
+        full = DTensor.from_local(tensor.full_tensor(), mesh, [Replicate()] * mesh.ndim, run_check=False)
+        return full if all(p.is_replicate() for p in placements) else full.redistribute(mesh, placements)
+    if target_ragged and all(p.is_replicate() for p in tensor.placements):
+        return distribute(tensor.to_local(), mesh, placements)
+    axis = _ragged_axis(placements) if target_ragged else 0
+    if target_ragged and tensor.placements[axis] == Partial():
+        return _reduce_to_ragged(tensor, placements, axis)
+    raise NotImplementedError(f"redistribute from {tensor.placements} to {placements}")
+
+
+def _runs(placement: RaggedShard, shape: Sequence[int]) -> list[tuple[int, int]]:
+    return [placement.run(shape, rank) for rank in range(placement.num_ranks)]
+
+
+def _recut(tensor: RaggedTensor, placements: tuple[Placement, ...]) -> RaggedTensor:
+    """One uneven all-to-all: what I hold of each new run goes there, and the pieces arrive in order."""
+    axis = _ragged_axis(placements)
+    if axis != tensor.ragged_axis:
+        raise NotImplementedError("redistribute of a RaggedShard to another mesh axis")
+    target: RaggedShard = placements[axis]  # type: ignore[assignment]
+    target.check(tensor.shape, tensor.device_mesh.size(axis))
+    rank, old, new = (
+        tensor.device_mesh.get_local_rank(axis),
+        _runs(tensor.placement, tensor.shape),
+        _runs(target, tensor.shape),
+    )
+    out = tensor._local_tensor.new_empty(new[rank][1] - new[rank][0])
+    send_splits = [_overlap(old[rank], run) for run in new]
+    out_splits = [_overlap(run, new[rank]) for run in old]
+    collectives.all_to_all(
+        out, tensor._local_tensor.contiguous(), out_splits=out_splits, send_splits=send_splits, group=tensor.group
+    )
+    return from_local(out, tensor.device_mesh, placements, shape=tensor.shape)
+
+
+def _overlap(a: tuple[int, int], b: tuple[int, int]) -> int:
+    return max(0, min(a[1], b[1]) - max(a[0], b[0]))
+
+
+def _padded(runs: Sequence[tuple[int, int]]) -> int:
+    return max(stop - start for start, stop in runs)
+
+
+def _gather(tensor: RaggedTensor) -> torch.Tensor:
+    """The whole tensor on every rank; runs travel padded to the longest, which is what all-gather can carry."""
+    runs = _runs(tensor.placement, tensor.shape)
+    width, local = _padded(runs), tensor._local_tensor
+    slots = local.new_empty(len(runs), width)
+    rank = tensor.device_mesh.get_local_rank(tensor.ragged_axis)
+    slots[rank, : local.numel()].copy_(local)
+    if width:
+        collectives.all_gather(slots.view(-1), slots[rank], group=tensor.group)
+    return torch.cat([slots[k, : stop - start] for k, (start, stop) in enumerate(runs)]).view(tensor.shape)
+
+
+def _reduce_to_ragged(tensor: DTensor, placements: tuple[Placement, ...], axis: int) -> RaggedTensor:
+    """A reduce-scatter of runs padded to the longest."""
+    target: RaggedShard = placements[axis]  # type: ignore[assignment]
+    target.check(tensor.shape, tensor.device_mesh.size(axis))
+    runs, flat = _runs(target, tensor.shape), tensor.to_local().reshape(-1)
+    slots = flat.new_zeros(len(runs), _padded(runs))
+    for k, (start, stop) in enumerate(runs):
+        slots[k, : stop - start].copy_(flat[start:stop])
+    rank = tensor.device_mesh.get_local_rank(axis)
+    out = torch.empty_like(slots[rank])
+    collectives.reduce_scatter(out, slots.view(-1), group=tensor.device_mesh.get_group(axis))
+    return from_local(out[: runs[rank][1] - runs[rank][0]].clone(), tensor.device_mesh, placements, shape=tensor.shape)
+
+
+class _Gather(torch.autograd.Function):
+    """full_tensor(): all-gather forward; backward keeps this rank's run of a gradient that is equal on every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: RaggedTensor) -> torch.Tensor:
+        ctx.like = tensor.detach()
+        return _gather(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> RaggedTensor:
+        return _wrap(grads[0].reshape(-1)[slice(*ctx.like.run)].clone(), ctx.like)
+
+
+class _ToLocal(torch.autograd.Function):
+    """to_local(): the gradient of a run is the run of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: RaggedTensor) -> torch.Tensor:
+        ctx.like = tensor.detach()
+        return tensor._local_tensor.view_as(tensor._local_tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> RaggedTensor:
+        return _wrap(grads[0], ctx.like)

@@ -1,0 +1,194 @@
+"""Rules: which optimizer each parameter gets, and what an optimizer has to say to be one.
+
+A **rule** is a frozen, keyword-only dataclass whose fields are its hyperparameters. It never mentions a rank, a mesh or
+a collective; it states its block and up to three functions, and the ``Optimizer`` calls them on whatever this rank
+holds::
+
+    prepare(param, grad, state) -> payloads     element-wise, on the local run
+    block(payloads, state) -> direction         whole blocks, pure
+    apply(param, direction, state)              element-wise, on the local run
+
+How the rules of this project, and those that are planned, fit::
+
+    rule       block         finest  wire  payloads         element state (in the cut)     block state (where computed)
+    AdamW      one element   1       -     none             exp_avg, exp_avg_sq  f32       -
+    Adam8bit   256 elements  256     -     none             exp_avg, exp_avg_sq  u8        -
+                                                            a scale per 256 of each  f32
+    Muon       the matrix    1       bf16  momentum input   momentum  f32                  -
+    NorMuon    the matrix    1       bf16  momentum input   momentum  f32                  mean square of each row (m,)
+    Shampoo,   b x b         1       f32   gradient         -                              exp_avg, exp_avg_sq (b, b)
+    Adam graft                                                                             L, R and their roots (b, b)
+    SOAP       b x b         1       f32   gradient         -                              exp_avg, exp_avg_sq (b, b),
+                                                                                           rotated; L, R, Q_L, Q_R (b, b)
+
+Element state lives with the parameter's run; block state, of any shape, where the block is computed. Shampoo and SOAP
+keep their moments as block state: one payload goes out and one direction comes back, where moments kept in the cut
+would send three. A rule without ``block`` (AdamW, Adam8bit) does everything in ``prepare`` and never communicates,
+whatever its block. Payloads and directions are rounded to ``wire_dtype`` whether an edge cuts the block or not, so that
+the update does not depend on the number of ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+
+from vescale.block import Block, Lattice
+
+
+@runtime_checkable
+class Rule(Protocol):
+    """What an optimizer says of itself; see the module's text.
+
+    A rule without blocks needs no ``block`` and no ``apply``.
+    """
+
+    finest: int  # no edge may fall off a multiple of this many elements
+
+    def block_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the block of a parameter of ``shape``; ``()`` for single elements.
+
+        Raises:
+            ValueError: If the rule cannot step such a parameter.
+        """
+
+    def element_state(self) -> dict[str, torch.dtype]:
+        """Names and dtypes of the state that has the parameter's shape; it begins as zeros."""
+
+    def prepare(
+        self, param: torch.Tensor, grad: torch.Tensor, state: Mapping[str, torch.Tensor], *, skip: torch.Tensor | None
+    ) -> tuple[torch.Tensor, ...]:
+        """Updates element state and returns what ``block`` needs, in ``wire_dtype``.
+
+        Args:
+            param: (n,) float32, this rank's run of one or several neighbouring parameters, padding included.
+            grad: (n,) float32, never written.
+            state: The names of ``element_state``, (n,) each, and ``"step"``: () float32, the steps completed before
+                this one.
+            skip: () float32, 1.0 to write nothing; None when that cannot be.
+        """
+
+
+class Group(NamedTuple):
+    """One named entry of ``Rules``."""
+
+    patterns: tuple[str, ...]
+    rule: Any
+
+
+class Rules:
+    """Named groups of parameters and the rule of each; the first group with a matching pattern takes a parameter.
+
+    Example::
+
+        rules = Rules(matrices=("*_proj.weight", Muon(lr=0.02)), rest=("*", AdamW(lr=3e-4)))
+
+    Args:
+        groups: name=(pattern or list of patterns, rule). A pattern is a glob (``fnmatch``, case counts) of the whole
+            name or of its end behind a dot.
+
+    Raises:
+        ValueError: If there is no group, or a group is not a pair of patterns and a rule.
+    """
+
+    def __init__(self, **groups: tuple[str | Sequence[str], Any]) -> None:
+        problems = [] if groups else ["Rules needs at least one group: name=(pattern, rule)"]
+        self.groups: dict[str, Group] = {}
+        for name, entry in groups.items():
+            if not isinstance(entry, tuple | list) or len(entry) != 2:
+                problems.append(f"{name}: expected (pattern, rule), got {entry!r}")
+                continue
+            patterns, rule = entry
+            if not isinstance(rule, Rule) or not dataclasses.is_dataclass(rule):
+                problems.append(
+                    f"{name}: {type(rule).__name__} is no rule: a dataclass with block_shape, element_state and prepare"
+                )
+            self.groups[name] = Group((patterns,) if isinstance(patterns, str) else tuple(patterns), rule)
+        if problems:
+            raise ValueError("; ".join(problems))
+
+    def group_of(self, name: str) -> str:
+        """Returns the name of the group that takes the parameter ``name``.
+
+        Raises:
+            ValueError: If no pattern matches.
+        """
+        for group, entry in self.groups.items():
+            if any(_matches(name, pattern) for pattern in entry.patterns):
+                return group
+        raise ValueError(f"no pattern matches parameter {name}; add a group with the pattern '*' for the rest")
+
+    def block_of(self, name: str, param: torch.Tensor) -> Block:
+        """Returns the block of a parameter; what ``fully_shard(block_of=...)`` asks.
+
+        Raises:
+            ValueError: If no pattern matches, or the rule cannot step such a parameter.
+        """
+        group = self.group_of(name)
+        rule = self.groups[group].rule
+        try:
+            return Block(rule.block_shape(tuple(param.shape)), rule.finest, group)
+        except ValueError as error:
+            raise ValueError(f"{name} in group {group}: {error}") from None
+
+    def route(self, named_parameters: Iterable[tuple[str, torch.Tensor]]) -> Routing:
+        """Returns which parameter goes to which group; print it.
+
+        Raises:
+            ValueError: Of everything that does not fit, together: a parameter that no pattern matches, a pattern that
+                matches no parameter, a rule that cannot step a parameter.
+        """
+        named, problems = list(named_parameters), []
+        routes: dict[str, list[Route]] = {group: [] for group in self.groups}
+        for name, param in named:
+            try:
+                block = self.block_of(name, param)
+                routes[block.group].append(Route(name, tuple(param.shape), block))
+            except ValueError as error:
+                problems.append(str(error))
+        for group, entry in self.groups.items():
+            unused = [pattern for pattern in entry.patterns if not any(_matches(name, pattern) for name, _ in named)]
+            problems += [f"pattern {pattern!r} of group {group} matches no parameter" for pattern in unused]
+        if problems:
+            raise ValueError("; ".join(problems))
+        return Routing(self, routes)
+
+
+class Route(NamedTuple):
+    """One parameter in its group."""
+
+    name: str
+    shape: tuple[int, ...]
+    block: Block
+
+
+class Routing(NamedTuple):
+    """Every parameter in its group; ``str`` is the table that a run prints at its start."""
+
+    rules: Rules
+    routes: dict[str, list[Route]]
+
+    def __str__(self) -> str:
+        rows = [("group", "rule", "parameters", "elements", "largest block", "state B/element")]
+        for group, routes in self.routes.items():
+            rule = self.rules.groups[group].rule
+            elements = sum(_numel(route.shape) for route in routes)
+            largest = max((_numel(route.block.shape) for route in routes), default=0)
+            state = sum(torch.empty((), dtype=dtype).element_size() for dtype in rule.element_state().values())
+            rows.append((group, type(rule).__name__, str(len(routes)), f"{elements:,}", f"{largest:,}", str(state)))
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        return "\n".join(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+        )
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    return Lattice(shape, shape).granularity if shape else 1

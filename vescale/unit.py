@@ -1,0 +1,394 @@
+"""Unit: the sharded and the unsharded parameters of one ``fully_shard`` call, and the three changes of cut between
+them.
+
+Every parameter is two ``nn.Parameter`` objects, made once and swapped in ``module._parameters``::
+
+    sharded      RaggedTensor over the master shard, stored dtype     what users, hooks, optimizers and checkpoints hold
+    unsharded    view of the gathered buffer, ``param_dtype``         what forward and backward compute with
+
+    unshard()    master shard --cast--> its slot of `full`, all-gather in place; the views are the parameters
+    reshard()    storage of `full` freed; the views stay, and become valid again with the next unshard
+    reduce()     `grad_full`, each gradient written once, is reduce-scattered in place and added to the shard
+
+Buffers of one segment (S = shard size, m ranks)::
+
+    master       (S,)      stored dtype   lives always
+    full         (m * S,)  param_dtype    unshard to reshard
+    grad_full    (m * S,)  reduce_dtype   first gradient to the end of the reduce-scatter
+    grad         (S,)      stored dtype   first reduce to ``zero_grad``; ``param.grad`` are views of it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import Partial, Replicate
+
+from vescale.block import Block, Lattice
+from vescale.dbuffer import DBuffer
+from vescale.planner import SegmentPlan, TensorSpec, plan_unit
+from vescale.ragged_tensor import RaggedTensor
+
+HOME = "_vescale_home"  # attribute of a sharded parameter: its Home
+
+
+@dataclass(eq=False)
+class Member:
+    """One parameter: its name, every module attribute that is it (several when tied), and its block."""
+
+    name: str
+    param: nn.Parameter
+    homes: list[tuple[nn.Module, str]]
+    block: Block = Block(())
+
+
+@dataclass(eq=False)
+class Segment:
+    """One buffer of a unit: parameters of one dtype and trainability, with one plan."""
+
+    plan: SegmentPlan
+    members: list[Member]
+    master: DBuffer
+    trainable: bool
+    sharded: list[nn.Parameter] = field(default_factory=list)
+    unsharded: list[nn.Parameter] = field(default_factory=list)
+    full: DBuffer | None = None
+    grad_full: DBuffer | None = None
+    grad: DBuffer | None = None
+    written: set[int] = field(default_factory=set)  # members whose slot of grad_full holds a gradient
+
+
+class Home(NamedTuple):
+    """Where a sharded parameter lies."""
+
+    unit: Unit
+    segment: Segment
+    index: int
+
+
+def home_of(param: torch.Tensor) -> Home | None:
+    """Returns where a parameter lies; None when no unit holds it."""
+    return param.__dict__.get(HOME)
+
+
+class Unit:
+    """Parameters that are gathered, reduced and freed together.
+
+    Args:
+        members: The parameters, in definition order; their values are copied into the master shards, nothing is
+            communicated.
+        mesh: One-dimensional; its ranks share the parameters.
+        mp_policy: Compute and reduce dtypes, with torch's meaning.
+        max_padding: Padding that may be paid to keep blocks whole, as a fraction of the unit's elements.
+    """
+
+    segments: list[Segment]
+    mesh: DeviceMesh
+    mp_policy: MixedPrecisionPolicy
+    divide_factor: float | None  # None divides by the number of ranks
+
+    def __init__(
+        self, members: Sequence[Member], mesh: DeviceMesh, *, mp_policy: MixedPrecisionPolicy, max_padding: float
+    ) -> None:
+        self.mesh, self.mp_policy, self.divide_factor = mesh, mp_policy, None
+        self.requires_gradient_sync = True
+        self._gathers: list[dist.Work | None] = []
+        self._reduces: list[tuple[Segment, DBuffer, dist.Work | None]] = []
+        self._unsharded = False
+        self.segments = [self._segment(plan, members) for plan in _plans(members, mesh.size(), max_padding)]
+        self.reshard()
+
+    def homes(self) -> list[tuple[nn.Module, str]]:
+        """Every module attribute that is one of this unit's parameters."""
+        return [home for segment in self.segments for member in segment.members for home in member.homes]
+
+    # --- the three changes of cut
+    # -----------------------------------------------------------------------------------------------
+
+    @property
+    def unsharded(self) -> bool:
+        """Whether the modules hold, or are about to hold, whole parameters."""
+        return self._unsharded
+
+    def unshard(self) -> None:
+        """Starts the all-gathers; ``wait_unshard`` finishes them. Does nothing when already unsharded."""
+        if self._unsharded:
+            return
+        self._unsharded = True
+        for segment in self.segments:
+            full = self._full(segment)
+            full.local.untyped_storage().resize_(full.local.numel() * full.local.element_size())
+            with torch.no_grad():
+                self._gathers.append(segment.master.all_gather(full.local, async_op=True)[1])
+
+    def wait_unshard(self) -> None:
+        """Waits for the all-gathers and puts the whole parameters into the modules."""
+        for work in self._gathers:
+            if work is not None:
+                work.wait()
+        if self._gathers:
+            self._gathers.clear()
+            self._swap("unsharded")
+
+    def reshard(self) -> None:
+        """Frees the gathered buffers and puts the sharded parameters back."""
+        self.wait_unshard()
+        for segment in self.segments:
+            if segment.full is not None:
+                segment.full.local.untyped_storage().resize_(0)
+        self._unsharded = False
+        self._swap("sharded")
+
+    def reduce(self) -> None:
+        """Starts the reduce-scatters of what backward wrote; ``wait_reduce`` finishes them.
+
+        Every trainable segment takes part, also where this rank wrote nothing: sizes are a function of the plan only.
+        """
+        for segment in self.segments:
+            if not segment.trainable:
+                continue
+            partial = self._grad_full(segment)
+            for index in set(range(len(segment.members))) - segment.written:
+                partial.view(index).zero_()
+            partial.zero_gaps()
+            shard, work = partial.reduce_scatter(async_op=True)
+            self._reduces.append((segment, shard, work))
+            segment.grad_full = None
+            segment.written.clear()
+
+    def wait_reduce(self) -> None:
+        """Waits for the reduce-scatters and adds their results, scaled, to the gradients of the sharded parameters."""
+        for segment, shard, work in self._reduces:
+            if work is not None:
+                work.wait()
+            self._accumulate(segment, shard.local)
+        self._reduces.clear()
+
+    @property
+    def has_unreduced(self) -> bool:
+        """Whether backward wrote gradients that no reduce has taken yet."""
+        return any(segment.written for segment in self.segments)
+
+    def drop(self) -> None:
+        """Forgets gradients in flight and frees what was gathered: the way back to a clean state after an exception."""
+        for _, _, work in self._reduces:
+            if work is not None:
+                work.wait()
+        self._reduces.clear()
+        for segment in self.segments:
+            segment.grad_full = None
+            segment.written.clear()
+            for param in segment.unsharded:
+                param.grad = None
+        self.reshard()
+
+    # --- gradients
+    # --------------------------------------------------------------------------------------------------------------
+
+    def _write(self, segment: Segment, index: int) -> Callable[[torch.Tensor], None]:
+        """The post-accumulate hook of one unsharded parameter: its gradient goes to its slot, by one copy."""
+
+        def hook(param: torch.Tensor) -> None:
+            slot = self._grad_full(segment).view(index)
+            if index in segment.written:
+                slot.add_(param.grad)  # type: ignore[arg-type]
+            else:
+                slot.copy_(param.grad)  # type: ignore[arg-type]
+                segment.written.add(index)
+            param.grad = None
+
+        return hook
+
+    def _accumulate(self, segment: Segment, reduced: torch.Tensor) -> None:
+        """gradient shard = (what was there) + multiplier * reduced, in the master's dtype."""
+        multiplier = 1.0 / (self.divide_factor or self.mesh.size())
+        fresh = [index for index, param in enumerate(segment.sharded) if param.grad is None]
+        if len(fresh) == len(segment.sharded) or segment.grad is None:
+            segment.grad = segment.master.empty_like()
+            torch.mul(reduced.to(segment.grad.local.dtype), multiplier, out=segment.grad.local)
+        else:
+            for index in fresh:
+                segment.grad.run(index).zero_()
+            segment.grad.local.add_(reduced, alpha=multiplier)
+        for index, param in enumerate(segment.sharded):
+            if param.grad is None:
+                param.grad = segment.grad.tensor(index)
+            for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values():
+                hook(param)
+
+    # --- aliases
+    # ----------------------------------------------------------------------------------------------------------------
+
+    def realias(self) -> None:
+        """Makes parameters and gradients lie in their shards again, whatever was assigned to them meanwhile.
+
+        ``param.data = ...``, ``param.grad = ...``, ``load_state_dict(assign=True)`` and the like leave a stranger where
+        a view of the shard should be. A stranger's values are copied in and the view is put back; nothing a user
+        assigned is ignored.
+
+        Raises:
+            ValueError: If a stranger has another shape or another cut.
+        """
+        for segment in self.segments:
+            for index, member in enumerate(segment.members):
+                self._realias_param(segment, index, member)
+            if segment.grad is not None and all(param.grad is None for param in segment.sharded):
+                segment.grad = None
+            for index, param in enumerate(segment.sharded):
+                if param.grad is not None:
+                    self._realias_grad(segment, index, param)
+
+    def _realias_param(self, segment: Segment, index: int, member: Member) -> None:
+        param, expected = segment.sharded[index], segment.master.run(index)
+        for module, attribute in member.homes:
+            held = module._parameters[attribute]
+            if (
+                held is not None
+                and held is not param
+                and held is not (segment.unsharded[index] if segment.unsharded else None)
+            ):
+                _copy_in(expected, held, param, f"{member.name} was replaced by")
+                module._parameters[attribute] = param
+        if param._local_tensor.data_ptr() != expected.data_ptr() and expected.numel():  # type: ignore[attr-defined]
+            expected.copy_(param._local_tensor)  # type: ignore[attr-defined]
+            param._local_tensor = expected  # type: ignore[attr-defined]
+
+    def _realias_grad(self, segment: Segment, index: int, param: nn.Parameter) -> None:
+        grad = param.grad
+        if segment.grad is None:
+            segment.grad = segment.master.empty_like()
+            segment.grad.local.zero_()
+        expected = segment.grad.run(index)
+        if isinstance(grad, RaggedTensor) and (
+            grad._local_tensor.data_ptr() == expected.data_ptr() or not expected.numel()
+        ):
+            return
+        _copy_in(expected, grad, param, f"{segment.members[index].name}.grad is")  # type: ignore[arg-type]
+        param.grad = segment.grad.tensor(index)
+
+    # --- building
+    # ---------------------------------------------------------------------------------------------------------------
+
+    def _segment(self, plan: SegmentPlan, members: Sequence[Member]) -> Segment:
+        by_name = {member.name: member for member in members}
+        mine = [by_name[spec.name] for spec in plan.tensors]
+        dtype, trainable = mine[0].param.dtype, mine[0].param.requires_grad
+        master = DBuffer.zeros(
+            plan, [m.param.shape for m in mine], self.mesh, dtype=dtype, device=_device(mine, self.mesh)
+        )
+        segment = Segment(plan, mine, master, trainable)
+        for index, member in enumerate(mine):
+            if not member.param.is_meta:
+                start, stop = plan.local(index, master.rank)
+                master.run(index).copy_(member.param.detach().reshape(-1)[start:stop])
+            param = nn.Parameter(master.tensor(index), requires_grad=trainable)
+            param.__dict__.update({**member.param.__dict__, HOME: Home(self, segment, index)})
+            segment.sharded.append(param)
+            member.param = param  # the whole tensor is not kept alive
+        return segment
+
+    def apply_(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Moves or casts the master shards by ``fn``, as ``nn.Module._apply`` does.
+
+        The Parameter objects stay the same objects.
+        """
+        self.reshard()
+        for segment in self.segments:
+            local = fn(segment.master.local)
+            segment.master = DBuffer(segment.plan, segment.master.shapes, self.mesh, segment.master.placement, local)
+            segment.master.zero_gaps()  # to_empty promises nothing, and padding must be zero
+            segment.full, segment.grad, segment.unsharded = None, None, []
+            for index, param in enumerate(segment.sharded):
+                grad = param.grad
+                moved = nn.Parameter(segment.master.tensor(index), requires_grad=param.requires_grad)
+                moved.__dict__.update(param.__dict__)
+                torch.utils.swap_tensors(param, moved)
+                param.grad = None if grad is None else fn(grad)
+
+    def _full(self, segment: Segment) -> DBuffer:
+        """The gathered buffer and the parameters that are views of it, made at the first unshard."""
+        if segment.full is None:
+            master = segment.master
+            dtype = (
+                self.mp_policy.param_dtype
+                if self.mp_policy.param_dtype and master.local.is_floating_point()
+                else master.local.dtype
+            )
+            local = torch.empty(segment.plan.numel, dtype=dtype, device=master.local.device)
+            segment.full = DBuffer(segment.plan, master.shapes, self.mesh, Replicate(), local)
+            segment.unsharded = [self._unsharded_parameter(segment, index) for index in range(len(segment.members))]
+        return segment.full
+
+    def _unsharded_parameter(self, segment: Segment, index: int) -> nn.Parameter:
+        view = segment.full.view(index)  # type: ignore[union-attr]
+        param = nn.Parameter(torch.empty(0, dtype=view.dtype, device=view.device), requires_grad=segment.trainable)
+        param.data = view  # through .data, so that it has a version counter of its own
+        param.__dict__.update({k: v for k, v in segment.sharded[index].__dict__.items() if k != HOME})
+        if segment.trainable:
+            param.register_post_accumulate_grad_hook(self._write(segment, index))
+        return param
+
+    def _grad_full(self, segment: Segment) -> DBuffer:
+        if segment.grad_full is None:
+            dtype = self.mp_policy.reduce_dtype or self._full(segment).local.dtype
+            local = torch.empty(segment.plan.numel, dtype=dtype, device=segment.master.local.device)
+            segment.grad_full = DBuffer(segment.plan, segment.master.shapes, self.mesh, Partial(), local)
+        return segment.grad_full
+
+    def _swap(self, side: str) -> None:
+        for segment in self.segments:
+            for member, param in zip(segment.members, getattr(segment, side), strict=True):
+                for module, attribute in member.homes:
+                    module._parameters[attribute] = param
+
+
+def _plans(members: Sequence[Member], num_ranks: int, max_padding: float) -> tuple[SegmentPlan, ...]:
+    """Plans the unit, parameters of one group next to each other, so that an optimizer step is one run per group."""
+    groups = list(dict.fromkeys(member.block.group for member in members))
+    ordered = sorted(members, key=lambda member: groups.index(member.block.group))
+    specs = [
+        TensorSpec(
+            name=member.name,
+            numel=member.param.numel(),
+            granularity=max(_granularity(member), member.block.finest),
+            finest=member.block.finest,
+            kind=(str(member.param.dtype), member.param.requires_grad),
+            itemsize=member.param.element_size(),
+        )
+        for member in ordered
+    ]
+    return plan_unit(specs, num_ranks=num_ranks, max_padding=max_padding)
+
+
+def _granularity(member: Member) -> int:
+    """Elements of a granule; a rule without blocks is closed over single elements."""
+    return Lattice(tuple(member.param.shape), member.block.shape).granularity if member.block.shape else 1
+
+
+def _device(members: Sequence[Member], mesh: DeviceMesh) -> torch.device:
+    """Meta stays meta; anything else goes to the mesh's device, as FSDP2 does."""
+    if any(member.param.is_meta for member in members):
+        return torch.device("meta")
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+
+
+def _copy_in(expected: torch.Tensor, stranger: torch.Tensor, param: Any, what: str) -> None:
+    """Copies a stranger's values into the view that belongs there."""
+    if tuple(stranger.shape) != tuple(param.shape):
+        raise ValueError(f"{what} a tensor of shape {tuple(stranger.shape)}, expected {tuple(param.shape)}")
+    with torch.no_grad():
+        if not isinstance(stranger, RaggedTensor):
+            expected.copy_(stranger.detach().reshape(-1)[slice(*param.run)])
+        elif stranger.placements == param.placements:
+            expected.copy_(stranger._local_tensor)
+        else:
+            raise ValueError(f"{what} cut by {stranger.placements}, expected {param.placements}; redistribute it first")
