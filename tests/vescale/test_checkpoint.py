@@ -1,0 +1,120 @@
+"""A checkpoint is whole or not there, moves between numbers of ranks, and damage is one clear line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from optimizers import AdamW, Muon
+
+
+def _run(
+    steps: int, *, folder: str | None = None, save_at: int | None = None, resume: bool = False, keep: int = 2
+) -> dict[str, torch.Tensor]:
+    from vescale import Optimizer, Rules, checkpoint, fully_shard
+
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(9, 31), nn.GELU(), nn.Linear(31, 5, bias=False))
+    rules = Rules(
+        matrices=("*weight", Muon(lr=0.02, ns_dtype=torch.float32, wire_dtype=torch.float32)),
+        rest=("*", AdamW(lr=0.01)),
+    )
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)), block_of=rules.block_of)
+    optimizer = Optimizer(model.named_parameters(), rules)
+    start = 0
+    if resume:
+        path = checkpoint.newest(Path(folder or ""))
+        assert path is not None
+        extra = checkpoint.load(path, model=model, optimizer=optimizer)
+        start = extra["step"]
+    for step in range(start, steps):
+        if save_at is not None and step >= save_at:
+            checkpoint.save(
+                Path(folder or "") / f"step_{step:08}",
+                model=model,
+                optimizer=optimizer,
+                extra={"step": step},
+                keep=keep,
+            )
+        x = torch.randn(12, 9, generator=torch.Generator().manual_seed(step))
+        model(x.chunk(dist.get_world_size())[dist.get_rank()]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: p.full_tensor() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_resume_on_any_number_of_ranks_continues_the_run(pool, tmp_path: Path, world: int) -> None:
+    whole = pool(4).run(_run, 4, folder=str(tmp_path), save_at=2)[0]
+    resumed = pool(world).run(_run, 4, folder=str(tmp_path), resume=True)[0]
+    for name, value in whole.items():
+        if world == 4:
+            assert torch.equal(value, resumed[name]), name
+        torch.testing.assert_close(value, resumed[name], rtol=1e-5, atol=1e-6)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000002", "step_00000003"]
+
+
+def _load_fails(folder: str, message: str) -> None:
+    from vescale import Optimizer, Rules, checkpoint, fully_shard
+
+    model = nn.Sequential(nn.Linear(9, 31), nn.GELU(), nn.Linear(31, 5, bias=False))
+    fully_shard(model)
+    optimizer = Optimizer(model.named_parameters(), Rules(all=("*", AdamW())))
+    before = {name: p.full_tensor().clone() for name, p in model.named_parameters()}
+    with pytest.raises(ValueError, match=message) as caught:
+        checkpoint.load(checkpoint.newest(Path(folder)), model=model, optimizer=optimizer)
+    assert "\n" not in str(caught.value)
+    assert all(torch.equal(p.full_tensor(), before[name]) for name, p in model.named_parameters())
+
+
+def test_damage_is_one_line_on_every_rank_and_changes_nothing(pool, tmp_path: Path) -> None:
+    pool(2).run(_run, 1, folder=str(tmp_path), save_at=0)
+    path = tmp_path / "step_00000000"
+    pool(2).run(
+        _load_fails,
+        str(tmp_path),
+        "another model or optimizer.*lacks optimizer.0.weight.exp_avg.*also holds optimizer.0.weight.momentum",
+    )
+    shard = path / "__1_0.distcp"
+    data = shard.read_bytes()
+    shard.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    pool(2).run(_load_fails, str(tmp_path), "corrupt: checksum of __1_0.distcp differs")
+    shard.write_bytes(data[:-100])
+    pool(2).run(_load_fails, str(tmp_path), "corrupt: __1_0.distcp missing or not of its length")
+    (path / "seal.json").write_text("{")
+    pool(2).run(_load_fails, str(tmp_path), "corrupt: seal.json")
+
+
+def test_what_has_no_seal_is_never_loaded_and_a_partial_one_is_removed(pool, tmp_path: Path) -> None:
+    from vescale import checkpoint
+
+    assert checkpoint.newest(tmp_path / "nowhere") is None
+    pool(2).run(_run, 1, folder=str(tmp_path), save_at=0)
+    (tmp_path / "step_00000007").mkdir()
+    (tmp_path / "step_00000009.partial").mkdir()
+    (tmp_path / "step_00000009.partial" / "seal.json").write_text(json.dumps({"extra": {}, "files": {}}))
+    newest = checkpoint.newest(tmp_path)
+    assert newest is not None and newest.name == "step_00000000"
+    pool(2).run(_run, 1, folder=str(tmp_path), save_at=0)
+    assert not (tmp_path / "step_00000009.partial").exists()
+
+
+def _unwritable(folder: str) -> None:
+    from vescale import checkpoint
+
+    if dist.get_rank() == 0:
+        (Path(folder) / "step_00000000.partial").write_text("a file where a folder must be")
+    dist.barrier()
+    with pytest.raises(OSError):
+        _run(1, folder=folder, save_at=0)
+    assert checkpoint.newest(Path(folder)) is None
+
+
+def test_a_rank_that_cannot_write_is_an_error_on_all(pool, tmp_path: Path) -> None:
+    pool(2).run(_unwritable, str(tmp_path))
