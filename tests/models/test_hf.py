@@ -1,0 +1,315 @@
+"""Folders go to transformers and back; a folder that does not fit changes nothing and says everything."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, LlamaForCausalLM
+from transformers import LlamaConfig as HFConfig
+
+from models import Llama, LlamaConfig, hf
+
+LLAMA3: dict[str, Any] = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+SIZES: dict[str, Any] = {
+    "vocab_size": 50,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+}
+CONFIG = LlamaConfig(**SIZES)
+
+
+def built(**changes: Any) -> Llama:
+    model = LlamaConfig(**(SIZES | changes)).build()
+    torch.manual_seed(0)
+    model.init_weights()
+    return model
+
+
+def saved(folder: Path, **changes: Any) -> Path:
+    hf.save(built(**changes), folder)
+    return folder
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Changes a JSON file in place."""
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def same_state(one: torch.nn.Module, other: torch.nn.Module) -> bool:
+    left, right = one.state_dict(), other.state_dict()
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+@pytest.mark.parametrize("shard_bytes", [10**9, 8000])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"tie_word_embeddings": True},
+        {"rope_theta": 500000.0, "rope_scaling": LLAMA3, "rms_norm_eps": 1e-5, "initializer_range": 0.1},
+    ],
+    ids=["plain", "tied", "llama3"],
+)
+def test_what_is_saved_opens_in_transformers_with_equal_weights_and_logits(
+    tmp_path: Path, changes: dict[str, Any], shard_bytes: int
+) -> None:
+    model = built(**changes)
+    hf.save(model, tmp_path / "out", shard_bytes=shard_bytes)
+    files = sorted(path.name for path in tmp_path.rglob("*.safetensors"))
+    assert (files == ["model.safetensors"]) == (shard_bytes == 10**9)
+    theirs, report = LlamaForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32, output_loading_info=True)
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert same_state(theirs, model)
+    ids = torch.randint(0, 50, (2, 40))
+    torch.testing.assert_close(theirs(ids).logits, model(ids), rtol=1e-5, atol=1e-5)
+    assert same_state(hf.load(tmp_path / "out"), model)
+    assert hf.load_config(tmp_path / "out") == model.config
+
+
+def test_an_index_lists_every_tensor_and_their_total_size(tmp_path: Path) -> None:
+    model = built()
+    hf.save(model, tmp_path / "out", shard_bytes=8000)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == dict(model.named_parameters()).keys()
+    assert index["metadata"]["total_size"] == 4 * model.config.num_parameters()
+    for file in set(index["weight_map"].values()):
+        tensors = load_file(tmp_path / "out" / file)
+        assert sum(t.nbytes for t in tensors.values()) <= 8000 or len(tensors) == 1
+        assert all(index["weight_map"][name] == file for name in tensors)
+        with safe_open(tmp_path / "out" / file, framework="pt") as handle:
+            assert handle.metadata() == {"format": "pt"}
+
+
+@pytest.mark.parametrize("version", [4, 5])
+@pytest.mark.parametrize("scaling", [None, LLAMA3], ids=["default", "llama3"])
+def test_configs_of_transformers_4_and_5_are_read_alike(tmp_path: Path, version: int, scaling: Any) -> None:
+    want = LlamaConfig(**SIZES, rope_theta=500000.0, rope_scaling=scaling)
+    if version == 5:
+        rope = {"rope_theta": 500000.0, **(scaling or {"rope_type": "default"})}
+        HFConfig(**SIZES, rope_parameters=rope, dtype="bfloat16").save_pretrained(tmp_path)
+        assert "rope_parameters" in json.loads((tmp_path / "config.json").read_text())
+    else:
+        four = {"model_type": "llama", "rope_theta": 500000.0, "rope_scaling": scaling, "torch_dtype": "bfloat16"}
+        (tmp_path / "config.json").write_text(json.dumps(SIZES | four))
+    assert hf.load_config(tmp_path) == want
+
+
+def test_a_config_json_that_leaves_sizes_out_means_transformers_defaults(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    mine, theirs = hf.load_config(tmp_path), AutoConfig.from_pretrained(tmp_path)
+    for name in SIZES:
+        assert getattr(mine, name) == getattr(theirs, name)
+    assert mine.rope_theta == theirs.rope_parameters["rope_theta"]
+    assert mine.rms_norm_eps == theirs.rms_norm_eps
+
+
+def test_the_written_config_says_the_same_to_transformers(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "out", rope_theta=500000.0, rope_scaling=LLAMA3)
+    theirs = AutoConfig.from_pretrained(folder)
+    assert {name: getattr(theirs, name) for name in SIZES} == SIZES
+    assert theirs.rope_parameters == {"rope_theta": 500000.0, **LLAMA3}
+    assert theirs.dtype == torch.float32
+    assert theirs.architectures == ["LlamaForCausalLM"]
+
+
+def test_choices_that_config_json_does_not_make_are_given_to_load(tmp_path: Path) -> None:
+    config = hf.load(saved(tmp_path / "out"), checkpoint="full", loss_chunk_size=3).config
+    assert (config.checkpoint, config.loss_chunk_size) == ("full", 3)
+
+
+def test_weights_are_converted_to_the_parameters_dtype(tmp_path: Path) -> None:
+    model = built()
+    hf.save(model, tmp_path / "half", dtype=torch.bfloat16)
+    assert json.loads((tmp_path / "half" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    wide = hf.load(tmp_path / "half")
+    assert all(p.dtype == torch.float32 for p in wide.parameters())
+    assert same_state(wide, model.bfloat16().float())
+    assert same_state(hf.load(tmp_path / "half", dtype=torch.bfloat16), model.bfloat16())
+
+
+def test_weights_are_loaded_in_place(tmp_path: Path) -> None:
+    saved(tmp_path / "out", initializer_range=0.5)
+    model = built()
+    before = {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()}
+    hf.load_weights(model, tmp_path / "out")
+    assert {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()} == before
+    assert same_state(model, built(initializer_range=0.5))
+
+
+def test_tensors_may_be_gathered_one_by_one_while_they_are_written(tmp_path: Path) -> None:
+    model = built()
+    asked: list[str] = []
+
+    def gather() -> Any:
+        for name, parameter in model.named_parameters():
+            asked.append(name)
+            yield name, parameter.detach().clone()
+
+    hf.write(tmp_path / "out", model.config, gather(), shard_bytes=8000)
+    assert asked == list(dict(model.named_parameters()))
+    assert same_state(hf.load(tmp_path / "out"), model)
+
+
+def test_tokenizer_files_and_token_ids_are_taken_over(tmp_path: Path) -> None:
+    source = saved(tmp_path / "source")
+    edit(source / "config.json", lambda c: c.update(bos_token_id=17, eos_token_id=[18, 19], rope_parameters={"a": 1}))
+    (source / "tokenizer.json").write_text("{}")
+    (source / "generation_config.json").write_text('{"eos_token_id": [18, 19]}')
+    (source / "notes.txt").write_text("stays")
+    hf.save(built(rope_theta=77.0), tmp_path / "out", like=source)
+    theirs = AutoConfig.from_pretrained(tmp_path / "out")
+    assert (theirs.bos_token_id, theirs.eos_token_id) == (17, [18, 19])
+    assert theirs.rope_parameters["rope_theta"] == 77.0
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "config.json", "model.safetensors", "tokenizer.json", "generation_config.json",
+    }  # fmt: skip
+
+
+def test_a_folder_with_contents_is_not_saved_over(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "out")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(ValueError, match="expected a new or empty folder to save to"):
+        hf.save(built(initializer_range=0.5), folder)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_a_save_that_fails_leaves_no_folder(tmp_path: Path) -> None:
+    model = built()
+
+    def gather() -> Any:
+        yield from list(model.named_parameters())[:3]
+        raise RuntimeError("a rank died")
+
+    with pytest.raises(RuntimeError, match="a rank died"):
+        hf.write(tmp_path / "out", model.config, gather(), shard_bytes=1)
+    assert not list(tmp_path.iterdir())
+
+
+def refused(model: Llama, folder: Path) -> str:
+    """The message with which ``folder`` is refused, after checking that the model is as it was."""
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(ValueError) as caught:
+        hf.load_weights(model, folder)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    return str(caught.value)
+
+
+def test_missing_misnamed_misshaped_and_integer_tensors_are_listed_together(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "out", initializer_range=0.5)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.norm.weight"]
+    tensors["model.layers.0.mlp.gate.weight"] = tensors.pop("model.layers.0.mlp.gate_proj.weight")
+    tensors["lm_head.weight"] = tensors["lm_head.weight"][:49].clone()
+    tensors["model.layers.1.self_attn.q_proj.weight"] = torch.zeros(32, 24, dtype=torch.int8)
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)  # in old files; not a problem
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    message = refused(built(), folder)
+    assert "5 problem(s), nothing was loaded" in message
+    for piece in (
+        "missing: model.norm.weight (24,)",
+        "missing: model.layers.0.mlp.gate_proj.weight (40, 24)",
+        "unexpected: model.layers.0.mlp.gate.weight (40, 24)",
+        "shape: lm_head.weight: expected (50, 24), got (49, 24)",
+        "dtype: model.layers.1.self_attn.q_proj.weight: expected one of F64, F32, F16, BF16, got I8",
+    ):
+        assert piece in message
+
+
+def test_a_damaged_file_an_absent_shard_and_a_false_index_are_listed_together(tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    hf.save(built(initializer_range=0.5), folder, shard_bytes=8000)
+    shards = sorted(folder.glob("*.safetensors"))
+    assert len(shards) >= 3
+    lost = list(load_file(shards[0]))
+    shards[0].unlink()
+    shards[1].write_bytes(shards[1].read_bytes()[:-7])
+    false = {"model.layers.9.mlp.up_proj.weight": shards[2].name}
+    edit(folder / "model.safetensors.index.json", lambda index: index["weight_map"].update(false))
+    message = refused(built(), folder)
+    assert f"{shards[0].name}: cannot be read" in message
+    assert f"{shards[1].name}: cannot be read" in message
+    assert f"{shards[2].name}: lacks model.layers.9.mlp.up_proj.weight" in message
+    assert all(f"missing: {name}" in message for name in lost)
+
+
+def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    hf.save(built(), folder, shard_bytes=8000)
+    first, second = sorted(folder.glob("*.safetensors"))[:2]
+    tensors = load_file(second) | {name: 2 * t for name, t in load_file(first).items()}
+    save_file(tensors, second, metadata={"format": "pt"})
+    assert f"model.embed_tokens.weight is in {first.name} too" in refused(built(), folder)
+
+
+@pytest.mark.parametrize("index", ["[]", "{", '{"metadata": {}}', '{"weight_map": []}'])
+def test_an_index_that_is_none_is_refused(tmp_path: Path, index: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    assert "model.safetensors.index.json: expected a weight_map of names to files" in refused(built(), tmp_path)
+
+
+def test_a_folder_without_weights_says_what_it_lacks(tmp_path: Path) -> None:
+    message = refused(built(), tmp_path)
+    assert "model.safetensors: not in the folder, and no model.safetensors.index.json either" in message
+
+
+def test_a_tied_model_takes_a_stored_head_only_if_it_is_the_embedding(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "out", tie_word_embeddings=True)
+    tensors = load_file(folder / "model.safetensors")
+    assert "lm_head.weight" not in tensors
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    model = hf.load(folder)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    tensors["lm_head.weight"][3, 3] += 1
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    assert "lm_head.weight: differs from model.embed_tokens.weight" in refused(model, folder)
+
+
+def test_a_config_of_another_model_is_refused_with_all_its_differences(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "out")
+    edit(
+        folder / "config.json",
+        lambda c: c.update(
+            model_type="gemma", hidden_act="gelu", attention_bias=True, quantization_config={"bits": 4},
+            rope_scaling={"type": "linear", "factor": 2.0}, num_key_value_heads=3,
+        ),
+    )  # fmt: skip
+    with pytest.raises(ValueError) as caught:
+        hf.load_config(folder)
+    for piece in (
+        "model_type: expected 'llama', got 'gemma'",
+        "hidden_act: expected 'silu', got 'gelu'",
+        "attention_bias: expected False, got True",
+        "quantization_config: expected weights that are not quantised",
+        "rope_scaling.rope_type: expected 'default' or 'llama3', got 'linear'",
+        "num_key_value_heads: expected a divisor of num_attention_heads = 4, got 3",
+    ):
+        assert piece in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [None, "{", "[1]"])
+def test_a_config_json_that_is_none_is_refused_by_its_path(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ValueError, match="config.json: expected a JSON"):
+        hf.load_config(tmp_path)
