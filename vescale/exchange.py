@@ -10,6 +10,7 @@ Every move is contiguous at both ends: a slice of the sender's run, a slice of t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -53,8 +54,22 @@ class Move(NamedTuple):
     stop: int
 
 
+class Flight(NamedTuple):
+    """An all-to-all under way; the send buffer must outlive the work."""
+
+    received: torch.Tensor
+    sent: torch.Tensor
+    work: dist.Work | None
+
+    def land(self) -> torch.Tensor:
+        """Waits and returns what arrived."""
+        if self.work is not None:
+            self.work.wait()
+        return self.received
+
+
 class Exchange:
-    """The all-to-all of one bucket, there and back.
+    """The all-to-all of one bucket, there and back: ``send``, ``arrived``, ``reply``, ``collect``, in this order.
 
     Args:
         crossings: Every cut granule of the bucket, the same list on every rank.
@@ -63,25 +78,21 @@ class Exchange:
         group: The ranks that share the buffers.
     """
 
-    def __init__(
-        self, crossings: Sequence[Crossing], rank: int, num_ranks: int, group: dist.ProcessGroup | None
-    ) -> None:
+    outgoing: list[Move]  # parts that this rank holds of granules owned elsewhere, by peer, then by granule
+    incoming: list[Move]  # parts that other ranks hold of granules owned here, by peer, then by granule
+    bytes_sent: int  # by this rank, both ways, since the beginning
+
+    def __init__(self, crossings: Sequence[Crossing], rank: int, num_ranks: int, group: dist.ProcessGroup) -> None:
         self.crossings, self.rank, self.num_ranks, self.group = list(crossings), rank, num_ranks, group
         self.mine = [i for i, crossing in enumerate(crossings) if crossing.owner == rank]
-        outgoing = [
-            Move(i, b.owner, *b.part(rank))
-            for i, b in enumerate(crossings)
-            if b.owner != rank and b.part(rank)[1] > b.part(rank)[0]
-        ]
-        incoming = [
-            Move(i, peer, *crossings[i].part(peer))
-            for i in self.mine
-            for peer in crossings[i].holders()
-            if peer != rank
-        ]
-        self.outgoing = sorted(outgoing, key=lambda move: move.peer)  # stable: by granule within a peer
-        self.incoming = sorted(incoming, key=lambda move: move.peer)
+        away = [Move(i, c.owner, *c.part(rank)) for i, c in enumerate(crossings) if c.owner != rank]
+        here = [Move(i, peer, *crossings[i].part(peer)) for i in self.mine for peer in crossings[i].holders()]
+        self.outgoing = sorted((move for move in away if move.stop > move.start), key=lambda move: move.peer)
+        self.incoming = sorted((move for move in here if move.peer != rank), key=lambda move: move.peer)
         self.bytes_sent = 0
+        self._flight: Flight | None = None
+        self._payloads: Sequence[Sequence[Flat]] = ()
+        self._directions: dict[int, torch.Tensor] = {}
 
     def send(self, payloads: Sequence[Sequence[Flat]]) -> None:
         """Starts the payloads of cut blocks towards their owners.
@@ -89,41 +100,31 @@ class Exchange:
         Args:
             payloads: Per run, per payload: where the run begins and its (n,) elements in the wire dtype.
         """
-        self._payloads, self._count = payloads, len(payloads[0])
+        self._payloads = payloads
+        count = len(payloads[0])
         pieces = [
-            _slice(payloads[self.crossings[m.crossing].run][k], m.start, m.stop)
-            for m in self.outgoing
-            for k in range(self._count)
+            _slice(payloads[self.crossings[move.crossing].run][k], move.start, move.stop)
+            for move in self.outgoing
+            for k in range(count)
         ]
-        self._received, self._work, self._sent = self._all_to_all(
-            pieces, self.outgoing, self.incoming, payloads[0][0][1], self._count
-        )
+        self._flight = self._all_to_all(pieces, self.outgoing, self.incoming, count)
 
     def arrived(self) -> Iterator[tuple[tuple[torch.Tensor, ...], Callable[[torch.Tensor], None]]]:
         """Waits, then yields each owned block's payloads, (1, *block) each, with the call that takes its direction."""
-        self._wait()
-        self._done: dict[int, torch.Tensor] = {}
-        self._assemble()
+        granules = self._assemble(self._land())
+        self._directions = {}
         for i in self.mine:
             shape = (1, *self.crossings[i].block)
-            yield tuple(flat.view(shape) for flat in self._granules.pop(i)), self._keep(i)
-        self._payloads, self._received = (), None
-
-    def _keep(self, crossing: int) -> Callable[[torch.Tensor], None]:
-        def done(direction: torch.Tensor) -> None:
-            self._done[crossing] = direction.reshape(-1)
-
-        return done
+            yield tuple(flat.view(shape) for flat in granules.pop(i)), functools.partial(self._keep, i)
 
     def reply(self) -> None:
         """Starts the directions of owned blocks back to those who hold parts of them."""
-        like = self._done[self.mine[0]] if self.mine else None
         pieces = [
-            _slice((self.crossings[m.crossing].start, self._done[m.crossing]), m.start, m.stop) for m in self.incoming
+            _slice((self.crossings[move.crossing].start, self._directions[move.crossing]), move.start, move.stop)
+            for move in self.incoming
         ]
-        self._received, self._work, self._sent = self._all_to_all(
-            pieces, self.incoming, self.outgoing, like if like is not None else self._like, 1
-        )
+        self._flight = self._all_to_all(pieces, self.incoming, self.outgoing, 1)
+        self._payloads = ()
 
     def collect(self, directions: Sequence[Flat]) -> None:
         """Waits, then writes the directions of cut blocks into the runs.
@@ -131,61 +132,57 @@ class Exchange:
         Args:
             directions: Per run: where it begins and its (n,) elements in the wire dtype.
         """
-        self._wait()
+        received = self._land()
         for i in self.mine:
             crossing = self.crossings[i]
-            start, stop = crossing.part(self.rank)
-            if stop > start:
-                _slice(directions[crossing.run], start, stop).copy_(
-                    _slice((crossing.start, self._done[i]), start, stop)
-                )
-        at = 0
-        for move in self.outgoing:
-            numel = move.stop - move.start
-            _slice(directions[self.crossings[move.crossing].run], move.start, move.stop).copy_(
-                self._received[at : at + numel]
-            )
-            at += numel
-        self._done, self._received = {}, None
+            own = crossing.part(self.rank)
+            if own[1] > own[0]:
+                _slice(directions[crossing.run], *own).copy_(_slice((crossing.start, self._directions[i]), *own))
+        for move, piece in zip(self.outgoing, received.split(_sizes(self.outgoing)), strict=True):
+            _slice(directions[self.crossings[move.crossing].run], move.start, move.stop).copy_(piece)
+        self._directions = {}
 
-    def _assemble(self) -> None:
-        """Puts the parts of each owned granule side by side, what arrived and what was here."""
-        self._granules = {
-            i: [self._like.new_empty(self.crossings[i].stop - self.crossings[i].start) for _ in range(self._count)]
-            for i in self.mine
-        }
+    def _keep(self, crossing: int, direction: torch.Tensor) -> None:
+        self._directions[crossing] = direction.reshape(-1)
+
+    def _assemble(self, received: torch.Tensor) -> dict[int, list[torch.Tensor]]:
+        """Puts the parts of each owned granule side by side, what arrived and what was here; one flat per payload."""
+        count = len(self._payloads[0])
+        sizes = {i: self.crossings[i].stop - self.crossings[i].start for i in self.mine}
+        granules = {i: [received.new_empty(size) for _ in range(count)] for i, size in sizes.items()}
         for i in self.mine:
             crossing = self.crossings[i]
-            start, stop = crossing.part(self.rank)
-            if stop > start:
-                for k, flat in enumerate(self._granules[i]):
-                    _slice((crossing.start, flat), start, stop).copy_(
-                        _slice(self._payloads[crossing.run][k], start, stop)
-                    )
-        at = 0
+            own = crossing.part(self.rank)
+            if own[1] > own[0]:
+                for k, flat in enumerate(granules[i]):
+                    _slice((crossing.start, flat), *own).copy_(_slice(self._payloads[crossing.run][k], *own))
+        pieces = iter(received.split([size for size in _sizes(self.incoming) for _ in range(count)]))
         for move in self.incoming:
-            for flat in self._granules[move.crossing]:
-                part = _slice((self.crossings[move.crossing].start, flat), move.start, move.stop)
-                part.copy_(self._received[at : at + part.numel()])
-                at += part.numel()
+            for flat in granules[move.crossing]:
+                _slice((self.crossings[move.crossing].start, flat), move.start, move.stop).copy_(next(pieces))
+        return granules
 
     def _all_to_all(
-        self, pieces: Sequence[torch.Tensor], out: Sequence[Move], back: Sequence[Move], like: torch.Tensor, count: int
-    ) -> tuple[torch.Tensor, dist.Work | None, torch.Tensor]:
-        self._like = like
+        self, pieces: Sequence[torch.Tensor], out: Sequence[Move], back: Sequence[Move], count: int
+    ) -> Flight:
+        like = self._payloads[0][0][1]
         send = torch.cat(list(pieces)) if pieces else like.new_empty(0)
         send_splits, out_splits = (_splits(moves, self.num_ranks, count) for moves in (out, back))
         received = like.new_empty(sum(out_splits))
-        self.bytes_sent += send.numel() * send.element_size()
+        self.bytes_sent += send.nbytes
         work = collectives.all_to_all(
             received, send, out_splits=out_splits, send_splits=send_splits, group=self.group, async_op=True
-        )  # type: ignore[arg-type]
-        return received, work, send  # the send buffer must outlive the work
+        )
+        return Flight(received, send, work)
 
-    def _wait(self) -> None:
-        if self._work is not None:
-            self._work.wait()
-        self._work, self._sent = None, None
+    def _land(self) -> torch.Tensor:
+        assert self._flight is not None  # send() or reply() came first
+        flight, self._flight = self._flight, None
+        return flight.land()
+
+
+def _sizes(moves: Sequence[Move]) -> list[int]:
+    return [move.stop - move.start for move in moves]
 
 
 def _slice(flat: Flat, start: int, stop: int) -> torch.Tensor:

@@ -81,7 +81,7 @@ def fully_shard(
     state = ShardState(
         module,
         mesh=mesh or _default_mesh(),
-        reshard_after_forward=reshard_after_forward,
+        reshard_after_forward=None if reshard_after_forward is None else bool(reshard_after_forward),
         mp_policy=mp_policy or MixedPrecisionPolicy(),
         ignored=frozenset(map(id, ignored_params or ())),
         block_of=block_of,

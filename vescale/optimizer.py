@@ -75,12 +75,11 @@ class Optimizer(torch.optim.Optimizer):
         for run in self.runs:
             self._create_state(run)
         self.owners = _owners(self.runs)
-        self._programs: dict[tuple[int, ...], list[Bucket]] = {}
+        self._programs: dict[tuple[tuple[int, int, int], ...], list[Bucket]] = {}
 
     # --- the step ---
 
     @torch.no_grad()
-    # type: ignore[override]
     def step(self, closure: Callable[[], Any] | None = None, *, skip: torch.Tensor | None = None) -> Any:
         """Steps every parameter that has a gradient.
 
@@ -186,7 +185,7 @@ def _check_cuts(routing: Routing, params: dict[str, nn.Parameter]) -> None:
     for route in (route for routes in routing.routes.values() for route in routes):
         home = home_of(params[route.name])
         if home is not None and route.block.finest > 1:
-            offset, size = home.segment.plan.offsets[home.index], home.segment.plan.shard_size
+            offset, size = home.segment.plan.offsets[home.at], home.segment.plan.shard_size
             first, last = offset // size + 1, (offset + params[route.name].numel() - 1) // size
             if any((k * size - offset) % route.block.finest for k in range(first, last + 1)):
                 problems.append(f"{route.name} is cut inside a run of {route.block.finest} elements")
@@ -231,8 +230,7 @@ class Run:
     ) -> None:
         self.group, self.rule, self.names, self.params, self.first = group, rule, list(names), list(params), first
         self.home = home_of(params[0])
-        # type: ignore[union-attr]
-        self.offsets = [0] if self.home is None else [home_of(p).segment.plan.offsets[home_of(p).index] for p in params]
+        self.offsets = [home.segment.plan.offsets[home.at] for home in map(home_of, params) if home] or [0]
         self.start, self.stop = self._slice()
         self.parent = parent or self
         self._parts: dict[tuple[int, int], Run] = {}
@@ -349,16 +347,16 @@ def _runs(group: dict[str, Any], rule: Any) -> list[Run]:
 
     def key(pair: tuple[str, nn.Parameter]) -> tuple[int, int]:
         position, home = place[id(pair[1])]
-        return (order[id(home.segment)], home.index) if home else (len(order) + position, 0)
+        return (order[id(home.segment)], home.at) if home else (len(order) + position, 0)
 
     runs: list[list[tuple[str, nn.Parameter]]] = []
     for name, param in sorted(pairs, key=key):
         home, last = home_of(param), home_of(runs[-1][-1][1]) if runs else None
-        if home and last and home.segment is last.segment and home.index == last.index + 1:
+        if home and last and home.segment is last.segment and home.at == last.at + 1:
             runs[-1].append((name, param))
         else:
             runs.append([(name, param)])
-    return [Run(group["name"], rule, *map(list, zip(*run, strict=True))) for run in runs]  # type: ignore[arg-type]
+    return [Run(group["name"], rule, [name for name, _ in run], [param for _, param in run]) for run in runs]
 
 
 # --- buckets ---
@@ -367,12 +365,12 @@ def _runs(group: dict[str, Any], rule: Any) -> list[Run]:
 class Kept(NamedTuple):
     """Neighbouring whole granules of one parameter on this rank.
 
-    Elements ``[start, stop)`` of its run, ``count`` blocks.
+    Elements ``[start, stop)`` of its run, ``blocks`` of them.
     """
 
     start: int
     stop: int
-    count: int
+    blocks: int
     block: tuple[int, ...]
 
 
@@ -388,9 +386,8 @@ class Bucket:
             if self.has_blocks
             else []
         )
-        self.exchange = (
-            Exchange(cut, self.runs[0].rank, self.runs[0].num_ranks, self.runs[0].process_group) if cut else None
-        )
+        first, group = runs[0], runs[0].process_group
+        self.exchange = Exchange(cut, first.rank, first.num_ranks, group) if cut and group else None
         self.payloads: list[tuple[torch.Tensor, ...]] = []
         self.directions: list[torch.Tensor] = []
 
@@ -421,7 +418,7 @@ class Bucket:
         self.payloads = []
 
     def _compute_kept(self, rule: Any, run_index: int, piece: Kept) -> None:
-        shape = (piece.count, *piece.block)
+        shape = (piece.blocks, *piece.block)
         blocks = tuple(flat[piece.start : piece.stop].view(shape) for flat in self.payloads[run_index])
         self.directions[run_index][piece.start : piece.stop].view(shape).copy_(rule.block(blocks, {}))
 

@@ -80,7 +80,7 @@ class RaggedTensor(DTensor):
         """Elements ``[start, stop)`` of the flattened tensor that this rank holds."""
         return self.placement.run(self.shape, self.device_mesh.get_local_rank(self.ragged_axis))
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         what = f"shape={tuple(self.shape)}, dtype={self.dtype}, run={self.run}, placements={self.placements}"
         return f"RaggedTensor({what}, local={self._local_tensor})"
 
@@ -186,7 +186,7 @@ class RaggedTensor(DTensor):
     # --------------------------------------------------------------------------------------------------------------
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         if func in _REDUCTIONS:
             return _REDUCTIONS[func](*args, **kwargs)

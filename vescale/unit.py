@@ -70,7 +70,7 @@ class Home(NamedTuple):
 
     unit: Unit
     segment: Segment
-    index: int
+    at: int  # index in the segment
 
 
 def home_of(param: torch.Tensor) -> Home | None:
