@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from vescale import collectives
 from vescale.block import Block
-from vescale.unit import Member, Unit
+from vescale.unit import PENDING, Member, Unit, home_of
 
 BlockOf = Callable[[str, nn.Parameter], "Block | tuple[int, ...]"]
 
@@ -201,6 +201,9 @@ class ShardState:
         self.module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
         self.module.register_forward_hook(self._post_forward, prepend=False)
         for inner in self.module.modules():
+            for param in inner._parameters.values():
+                if param is not None and home_of(param) is None and id(param) not in self.ignored:
+                    param.__dict__[PENDING] = True
             if isinstance(inner, FSDPModule) and inner is not self.module and inner._vescale_state.parent is None:
                 inner._vescale_state.parent = self
 

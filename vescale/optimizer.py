@@ -29,7 +29,7 @@ from vescale.exchange import Crossing, Exchange, deal
 from vescale.planner import ALIGN, Boundary
 from vescale.ragged_tensor import RaggedTensor, from_local
 from vescale.rule import Routing, Rules
-from vescale.unit import Home, home_of
+from vescale.unit import PENDING, Home, home_of
 
 # Payload bytes of one all-to-all: large enough that its latency does not show, small enough that a few in flight are no
 # memory to speak of.
@@ -58,6 +58,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]], rules: Rules) -> None:
         named = [(name, param) for name, param in named_parameters if param.requires_grad]
+        _check_planned(named)
         self.routing, self.rules = rules.route(named), rules
         params = dict(named)
         groups = [
@@ -177,6 +178,16 @@ class Optimizer(torch.optim.Optimizer):
 
 def _hyperparameters(rule: Any) -> dict[str, Any]:
     return {field.name: getattr(rule, field.name) for field in dataclasses.fields(rule)}
+
+
+def _check_planned(named: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Refuses whole parameters that sharded ones are about to replace: the step would change what nobody uses."""
+    pending = [name for name, param in named if PENDING in param.__dict__]
+    if pending:
+        raise ValueError(
+            f"{pending[0]} and {len(pending) - 1} more are not planned yet: take named_parameters() of the outermost "
+            "module that fully_shard was called on, or call fully_shard on the root module too"
+        )
 
 
 def _check_cuts(routing: Routing, params: dict[str, nn.Parameter]) -> None:

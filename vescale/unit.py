@@ -37,6 +37,7 @@ from vescale.planner import SegmentPlan, TensorSpec, plan_unit
 from vescale.ragged_tensor import RaggedTensor
 
 HOME = "_vescale_home"  # attribute of a sharded parameter: its Home
+PENDING = "_vescale_pending"  # attribute of a whole parameter that a sharded one will replace
 
 
 @dataclass(eq=False)
@@ -289,7 +290,7 @@ class Unit:
                 start, stop = plan.local(index, master.rank)
                 master.run(index).copy_(member.param.detach().reshape(-1)[start:stop])
             param = nn.Parameter(master.tensor(index), requires_grad=trainable)
-            param.__dict__.update({**member.param.__dict__, HOME: Home(self, segment, index)})
+            param.__dict__.update(_own_attributes(member.param) | {HOME: Home(self, segment, index)})
             segment.sharded.append(param)
             member.param = param  # the whole tensor is not kept alive
         return segment
@@ -330,7 +331,7 @@ class Unit:
         view = segment.full.view(index)  # type: ignore[union-attr]
         param = nn.Parameter(torch.empty(0, dtype=view.dtype, device=view.device), requires_grad=segment.trainable)
         param.data = view  # through .data, so that it has a version counter of its own
-        param.__dict__.update({k: v for k, v in segment.sharded[index].__dict__.items() if k != HOME})
+        param.__dict__.update(_own_attributes(segment.sharded[index]))
         if segment.trainable:
             param.register_post_accumulate_grad_hook(self._write(segment, index))
         return param
@@ -365,6 +366,11 @@ def _plans(members: Sequence[Member], num_ranks: int, max_padding: float) -> tup
         for member in ordered
     ]
     return plan_unit(specs, num_ranks=num_ranks, max_padding=max_padding)
+
+
+def _own_attributes(param: torch.Tensor) -> dict[str, Any]:
+    """What a user attached to a parameter; both sides of it carry that."""
+    return {name: value for name, value in param.__dict__.items() if name not in (HOME, PENDING)}
 
 
 def _granularity(member: Member) -> int:

@@ -1,4 +1,7 @@
-"""Training does not depend on the number of ranks: the debug-sized model, five steps, the same seed and global batch."""
+"""Training does not depend on the number of ranks.
+
+The debug-sized model, five steps, the same seed and global batch.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +30,8 @@ RULES = {
     "muon, fp32 Newton-Schulz": {"matrices": ("*_proj.weight", Muon(lr=0.01, **FP32)), "rest": ADAMW},
     "muon": {"matrices": ("*_proj.weight", Muon(lr=0.01)), "rest": ADAMW},
 }
-# Relative bound of each step's loss. Gradients are summed in another order on another number of ranks; bfloat16 Newton-Schulz turns the last
-# bits of a gradient into its own rounding.
+# Relative bound of each step's loss. Gradients are summed in another order on another number of ranks; bfloat16
+# Newton-Schulz turns the last bits of a gradient into its own rounding.
 BOUNDS = {"adamw": 1e-5, "muon, fp32 Newton-Schulz": 1e-5, "muon": 3e-4}
 
 

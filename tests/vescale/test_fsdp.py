@@ -317,3 +317,87 @@ def _divergent(world: int) -> None:
 
 def test_plans_that_differ_are_an_error_on_every_rank(pool) -> None:
     pool(2).run(_divergent, 2)
+
+
+class Experts(nn.Module):
+    """Two experts in one unit; each rank uses its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, expert: int) -> torch.Tensor:
+        return self.experts[expert](x)
+
+
+def _experts(world: int) -> None:
+    from vescale import fully_shard
+
+    torch.manual_seed(4)
+    model, reference = nn.ModuleList([nn.Linear(6, 6), Experts()]), None
+    whole = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = model
+
+        def forward(self, x: torch.Tensor, expert: int) -> torch.Tensor:
+            return self.second(self.first(x), expert)
+
+    root, rank = Root(), dist.get_rank()
+    fully_shard(root.second)
+    fully_shard(root)
+    x = torch.randn(world, 3, 6, generator=torch.Generator().manual_seed(1))
+    root(x[rank], rank % 2).square().sum().backward()
+    reference = {name: value.requires_grad_() for name, value in whole.items()}
+    for r in range(world):
+        h = F.linear(x[r], reference["0.weight"], reference["0.bias"])
+        e = f"1.experts.{r % 2}"
+        (F.linear(h, reference[f"{e}.weight"], reference[f"{e}.bias"]).square().sum() / world).backward()
+    for name, p in zip(whole, root.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.full_tensor(), reference[name].grad, rtol=1e-5, atol=1e-6)
+
+
+def test_parameters_that_some_ranks_do_not_use_are_reduced_as_zeros(pool) -> None:
+    pool(3).run(_experts, 3)
+
+
+def _two_forwards(world: int) -> None:
+    from vescale import fully_shard
+
+    model, reference = _net(), _net()
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    for net in (model, reference):
+        (_loss(net, _batch(0)) + 2 * _loss(net, _batch(1))).backward()
+    for name, p in model.named_parameters():
+        expected = dict(reference.named_parameters())[name].grad
+        if expected is not None:
+            torch.testing.assert_close(p.grad.full_tensor(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_two_forwards_before_a_backward_equal_one_process(pool) -> None:
+    pool(2).run(_two_forwards, 2)
+
+
+def _attributes_and_hooks() -> None:
+    from vescale import fully_shard
+
+    model = nn.Linear(5, 5)
+    model.weight.note = "mine"
+    fully_shard(model)
+    params, fired = dict(model.named_parameters()), []
+    assert params["weight"].note == "mine"
+    params["weight"].register_post_accumulate_grad_hook(lambda p: fired.append(p.grad.full_tensor().clone()))
+    model.unshard()
+    assert model.weight.note == "mine" and model.weight is not params["weight"] and model.weight.shape == (5, 5)
+    model.reshard()
+    assert model.weight is params["weight"]
+    model(torch.ones(2, 5)).sum().backward()
+    assert len(fired) == 1 and torch.equal(fired[0], torch.full((5, 5), 2.0))
+
+
+def test_attributes_are_on_both_sides_and_hooks_fire_on_the_sharded_one(pool) -> None:
+    pool(2).run(_attributes_and_hooks)

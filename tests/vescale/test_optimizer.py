@@ -263,3 +263,18 @@ def test_owners_are_balanced() -> None:
     loads = [sum(1 for owner in owners.values() if owner == rank) for rank in range(8)]
     assert max(loads) <= 1.2 * sum(loads) / len(loads)
     assert owners == deal(list(reversed(work)), [0.0] * 8)
+
+
+def _too_early() -> None:
+    from vescale import Optimizer, Rules, fully_shard
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    fully_shard(model[0])
+    with pytest.raises(ValueError, match=r"0\.weight and 1 more are not planned yet.*root module"):
+        Optimizer(model.named_parameters(), Rules(all=("*", AdamW())))
+    fully_shard(model)
+    Optimizer(model.named_parameters(), Rules(all=("*", AdamW())))
+
+
+def test_parameters_that_will_be_replaced_are_refused(pool) -> None:
+    pool(1).run(_too_early)
