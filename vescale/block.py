@@ -73,7 +73,7 @@ class Lattice:
         if any(want < 1 and (want < 0 or size > 0) for size, want in zip(dims, self.block_shape, strict=False)):
             raise ValueError(f"a block has at least one element along every dim; {got}")
         axis = self._axis
-        if axis > 0 and self.numel and dims[axis] % self.block[axis]:
+        if math.prod(dims[:axis]) > 1 and self.numel and dims[axis] % self.block[axis]:
             divisor = next(size for size in range(self.block[axis], 0, -1) if dims[axis] % size == 0)
             straddle = f"{self.block[axis]} does not divide dim {axis}: granules would straddle the dims before it"
             raise ValueError(f"{straddle}; take {divisor}; {got}")

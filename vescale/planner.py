@@ -296,8 +296,14 @@ def _options(members: Sequence[TensorSpec], finest: SegmentPlan, limit: int) -> 
 
 
 def _undominated(plans: Sequence[SegmentPlan]) -> list[SegmentPlan]:
+    """The plans than which none has shorter shards and fewer cut bytes; of equal ones, that with the most kept."""
+
+    def rank(plan: SegmentPlan) -> tuple[int, int, int]:
+        relaxed = sum(t.granularity % wanted > 0 for t, wanted in zip(plan.tensors, plan.wanted, strict=True))
+        return plan.shard_size, plan.cut_bytes, relaxed
+
     found: list[SegmentPlan] = []
-    for plan in sorted(plans, key=lambda plan: (plan.shard_size, plan.cut_bytes)):
+    for plan in sorted(plans, key=rank):
         if not found or plan.cut_bytes < found[-1].cut_bytes:
             found.append(plan)
     return found
@@ -363,8 +369,8 @@ def _smallest(pieces: Sequence[_Piece], num_ranks: int, collective: int, limit: 
     A tensor that contains a whole shard forces its step to divide the shard size. So the size is sought among the
     multiples of ``collective``, of its lcm with the step of the largest tensor, of the two largest, and so on; exact in
     nearly all cases, never more than twice the optimum. For each the size is sought twice: with whole shards only in
-    tensors whose step divides the class (feasible sizes then stay feasible when they grow), and wherever the step
-    divides the size.
+    tensors whose step divides the class, where sizes that fit still fit when they grow, which makes the bound; and
+    wherever the step divides the size, which is nearly always the smaller.
     """
     total = sum(piece.numel for piece in pieces)
     best = max(-(-total // collective), 1) * collective  # everything on one rank
@@ -417,16 +423,16 @@ def _lowest(pieces: Sequence[_Piece], num_ranks: int, modulus: int, whole: int |
 def _place(pieces: Sequence[_Piece], size: int, num_ranks: int, whole: int) -> list[int] | None:
     """Offsets of the pieces, each at its earliest legal start, or None if they do not fit; exact for order and size.
 
-    A piece that would cross the next edge starts whole steps before that edge, if it reaches into one further shard at
-    most or its step divides ``whole`` (the size, or a divisor of it: then every edge lies at whole steps); or it starts
-    at the edge.
+    A piece that would cross the next edge starts as many whole steps before that edge as the cursor allows, perhaps
+    none. It may, if it reaches into one further shard at most, or if its step divides ``whole`` (the size, or a divisor
+    of it: then every edge lies at whole steps). Else it waits for the edge, with a fresh shard before the next one.
     """
     offsets, cursor, end = [], 0, num_ranks * size
     for numel, step in pieces:
         edge = (cursor // size + 1) * size
         while cursor + numel > edge:
             start = edge - (edge - cursor) // step * step
-            if start < edge and (start + numel <= edge + size or whole % step == 0):
+            if start + numel <= edge + size or whole % step == 0:
                 cursor = start
                 break
             if edge - cursor == size:
