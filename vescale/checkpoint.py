@@ -83,7 +83,29 @@ def read_extra(path: Path) -> dict[str, Any]:
     return seal["extra"]
 
 
-def load(path: Path, *, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+def verify(path: Path, *, rank: int = 0, world: int = 1) -> dict[str, Any]:
+    """Compares the checksums of ``rank``'s share of the files with the seal; needs no process group.
+
+    Args:
+        path: A whole checkpoint.
+        rank: Which share of the files.
+        world: Number of shares.
+
+    Returns:
+        The extra values.
+
+    Raises:
+        ValueError: If a file is missing or differs.
+    """
+    extra = read_extra(path)
+    share = sorted(_read_seal(path)["files"].items())[rank::world]
+    wrong = [name for name, value in share if list(_fingerprint(path / name)) != list(value)]
+    if wrong:
+        raise ValueError(f"checkpoint {path} is corrupt: checksum of {', '.join(wrong)} differs; {GO_ON}")
+    return extra
+
+
+def load(path: Path, *, model: nn.Module, optimizer: Optimizer, verified: bool = False) -> dict[str, Any]:
     """Loads a checkpoint into the tensors of ``model`` and ``optimizer``, in place; returns its extra values.
 
     The number of ranks may differ from the one that saved. The random state is restored where this rank's was saved.
@@ -92,14 +114,14 @@ def load(path: Path, *, model: nn.Module, optimizer: Optimizer) -> dict[str, Any
         path: A whole checkpoint, as ``newest`` returns it.
         model: Built and sharded.
         optimizer: Over the model's parameters.
+        verified: Checksums were compared already, by ``verify``.
 
     Raises:
         ValueError: On every rank, before anything is written into: a damaged file, or tensors that are missing or of
             another shape.
     """
-    extra = _together(lambda: read_extra(path))
-    seal = _read_seal(path)
-    _together(lambda: _verify(path, seal))
+    share = {"rank": dist.get_rank(), "world": dist.get_world_size()}
+    extra = _together(lambda: read_extra(path) if verified else verify(path, **share))
     tensors = _tensors(model, optimizer)
     metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     _compare(path, tensors, metadata)
@@ -191,14 +213,6 @@ def _read_seal(path: Path) -> dict[str, Any]:
         return json.loads((path / SEAL).read_text())
     except (OSError, ValueError) as problem:
         raise ValueError(f"checkpoint {path} is corrupt: {SEAL}: {problem}; {GO_ON}") from None
-
-
-def _verify(path: Path, seal: dict[str, Any]) -> None:
-    """Compares the checksum of this rank's share of the files."""
-    share = sorted(seal["files"].items())[dist.get_rank() :: dist.get_world_size()]
-    wrong = [name for name, value in share if list(_fingerprint(path / name)) != list(value)]
-    if wrong:
-        raise ValueError(f"checkpoint {path} is corrupt: checksum of {', '.join(wrong)} differs; {GO_ON}")
 
 
 # --- ranks ---

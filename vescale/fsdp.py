@@ -22,6 +22,7 @@ The root keeps its parameters between forward and backward: they would be gather
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -35,7 +36,8 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from vescale import collectives
 from vescale.block import Block
-from vescale.unit import PENDING, Member, Unit, home_of
+from vescale.planner import SegmentPlan
+from vescale.unit import PENDING, Member, Unit, home_of, plan_members
 
 BlockOf = Callable[[str, nn.Parameter], "Block | tuple[int, ...]"]
 
@@ -80,7 +82,7 @@ def fully_shard(
     _check(module, mesh, reshard_after_forward, offload_policy, max_padding, zero)
     state = ShardState(
         module,
-        mesh=mesh or _default_mesh(),
+        mesh=mesh,
         reshard_after_forward=None if reshard_after_forward is None else bool(reshard_after_forward),
         mp_policy=mp_policy or MixedPrecisionPolicy(),
         ignored=frozenset(map(id, ignored_params or ())),
@@ -180,7 +182,7 @@ class ShardState:
         self,
         module: nn.Module,
         *,
-        mesh: DeviceMesh,
+        mesh: DeviceMesh | None,
         reshard_after_forward: bool | None,
         mp_policy: MixedPrecisionPolicy,
         ignored: frozenset[int],
@@ -491,18 +493,40 @@ def _commit(root: ShardState) -> None:
     """
     states = [m._vescale_state for m in root.module.modules() if isinstance(m, FSDPModule)]
     fresh = [state for state in states if not state.committed]
+    mesh = _default_mesh() if any(state.mesh is None for state in fresh) else None
     members = _assign(root)
     for state in fresh:
-        mine = members.get(id(state), [])
-        for member in mine:
-            member.block = _block(state, member)
-        state.unit = Unit(mine, state.mesh, mp_policy=state.mp_policy, max_padding=state.max_padding)
+        state.mesh = state.mesh or mesh
+        assert state.mesh is not None
+        state.unit = Unit(members[id(state)], state.mesh, mp_policy=state.mp_policy, max_padding=state.max_padding)
         state.committed = True
     tree = Tree(states)
     for state in states:
         state.tree = tree
     digests = "".join(segment.plan.digest() for state in fresh for segment in state.unit.segments)
-    collectives.same_on_every_rank(digests, what="the plan of fully_shard", group=root.mesh.get_group())
+    for group in {id(state.mesh): state.unit.mesh.get_group() for state in fresh}.values():
+        collectives.same_on_every_rank(digests, what="the plan of fully_shard", group=group)
+
+
+def preview(module: nn.Module, num_ranks: int) -> list[tuple[str, tuple[SegmentPlan, ...]]]:
+    """Returns the name and the plans of every unit as ``num_ranks`` ranks would have them, and changes nothing.
+
+    Args:
+        module: The outermost module that ``fully_shard`` was called on; its parameters may be on the meta device.
+        num_ranks: Ranks to plan for; no process group is needed.
+
+    Raises:
+        ValueError: If the module is not sharded, or planned already.
+    """
+    if not isinstance(module, FSDPModule) or module._vescale_state.committed:
+        raise ValueError("preview: expected a module that fully_shard was called on and whose parameters nobody took")
+    members = _assign(module._vescale_state)
+    found = []
+    for name, inner in module.named_modules():
+        if isinstance(inner, FSDPModule):
+            state = inner._vescale_state
+            found.append((_plain(name), plan_members(members[id(state)], num_ranks, state.max_padding)))
+    return found
 
 
 def _assign(root: ShardState) -> dict[int, list[Member]]:
@@ -530,9 +554,10 @@ def _assign(root: ShardState) -> dict[int, list[Member]]:
                 visit(child, state, f"{prefix}{name}.")
 
     visit(root.module, root, "")
-    result: dict[int, list[Member]] = {}
+    result: dict[int, list[Member]] = defaultdict(list)
     for member, state in found.values():
-        result.setdefault(id(state), []).append(member)
+        member.block = _block(state, member)
+        result[id(state)].append(member)
     return result
 
 

@@ -550,5 +550,5 @@ def _refuse(run: Run) -> None:
     for index, name in enumerate(run.names):
         if run.lattice(index).blocks_per_granule > 1:
             raise NotImplementedError(
-                f"{name}: {type(run.rule).__name__} has several blocks in a granule, which the Optimizer cannot split yet"
+                f"{name}: {type(run.rule).__name__} has several blocks in a granule, which cannot be split yet"
             )

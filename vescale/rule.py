@@ -18,8 +18,8 @@ How the rules of this project, and those that are planned, fit::
     NorMuon    the matrix    1       bf16  momentum input   momentum  f32                  mean square of each row (m,)
     Shampoo,   b x b         1       f32   gradient         -                              exp_avg, exp_avg_sq (b, b)
     Adam graft                                                                             L, R and their roots (b, b)
-    SOAP       b x b         1       f32   gradient         -                              exp_avg, exp_avg_sq (b, b),
-                                                                                           rotated; L, R, Q_L, Q_R (b, b)
+    SOAP       b x b         1       f32   gradient         -                              exp_avg, exp_avg_sq, L, R,
+                                                                                           Q_L, Q_R (b, b)
 
 Element state lives with the parameter's run; block state, of any shape, where the block is computed. Shampoo and SOAP
 keep their moments as block state: one payload goes out and one direction comes back, where moments kept in the cut
@@ -31,13 +31,14 @@ the update does not depend on the number of ranks.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from vescale.block import Block, Lattice
+from vescale.block import Block
 
 
 @runtime_checkable
@@ -176,8 +177,8 @@ class Routing(NamedTuple):
         rows = [("group", "rule", "parameters", "elements", "largest block", "state B/element")]
         for group, routes in self.routes.items():
             rule = self.rules.groups[group].rule
-            elements = sum(_numel(route.shape) for route in routes)
-            largest = max((_numel(route.block.shape) for route in routes), default=0)
+            elements = sum(math.prod(route.shape) for route in routes)
+            largest = max((math.prod(route.block.shape) for route in routes), default=0)
             state = sum(torch.empty((), dtype=dtype).element_size() for dtype in rule.element_state().values())
             rows.append((group, type(rule).__name__, str(len(routes)), f"{elements:,}", f"{largest:,}", str(state)))
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
@@ -188,7 +189,3 @@ class Routing(NamedTuple):
 
 def _matches(name: str, pattern: str) -> bool:
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    return Lattice(shape, shape).granularity if shape else 1

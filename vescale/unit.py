@@ -103,7 +103,7 @@ class Unit:
         self._gathers: list[dist.Work | None] = []
         self._reduces: list[tuple[Segment, DBuffer, dist.Work | None]] = []
         self._unsharded = False
-        self.segments = [self._segment(plan, members) for plan in _plans(members, mesh.size(), max_padding)]
+        self.segments = [self._segment(plan, members) for plan in plan_members(members, mesh.size(), max_padding)]
         self.reshard()
 
     def homes(self) -> list[tuple[nn.Module, str]]:
@@ -350,7 +350,7 @@ class Unit:
                     module._parameters[attribute] = param
 
 
-def _plans(members: Sequence[Member], num_ranks: int, max_padding: float) -> tuple[SegmentPlan, ...]:
+def plan_members(members: Sequence[Member], num_ranks: int, max_padding: float) -> tuple[SegmentPlan, ...]:
     """Plans the unit, parameters of one group next to each other, so that an optimizer step is one run per group."""
     groups = list(dict.fromkeys(member.block.group for member in members))
     ordered = sorted(members, key=lambda member: groups.index(member.block.group))
@@ -358,7 +358,7 @@ def _plans(members: Sequence[Member], num_ranks: int, max_padding: float) -> tup
         TensorSpec(
             name=member.name,
             numel=member.param.numel(),
-            granularity=max(_granularity(member), member.block.finest),
+            granularity=Lattice(tuple(member.param.shape), member.block.shape).granularity,
             finest=member.block.finest,
             kind=(str(member.param.dtype), member.param.requires_grad),
             itemsize=member.param.element_size(),
@@ -371,11 +371,6 @@ def _plans(members: Sequence[Member], num_ranks: int, max_padding: float) -> tup
 def _own_attributes(param: torch.Tensor) -> dict[str, Any]:
     """What a user attached to a parameter; both sides of it carry that."""
     return {name: value for name, value in param.__dict__.items() if name not in (HOME, PENDING)}
-
-
-def _granularity(member: Member) -> int:
-    """Elements of a granule; a rule without blocks is closed over single elements."""
-    return Lattice(tuple(member.param.shape), member.block.shape).granularity if member.block.shape else 1
 
 
 def _device(members: Sequence[Member], mesh: DeviceMesh) -> torch.device:

@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Command 1: trains a small Llama with Muon on real text, on every GPU of this machine, or on two CPU ranks.
+#   bash launch/quickstart.sh [key=value ...]      e.g. trainer.steps=100
+# TORCH_INDEX_URL: an extra pip index, e.g. the one with torch's CPU builds.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source launch/venv.sh
+
+make_venv
+ranks=2
+if [[ -e /dev/nvidiactl || -e /dev/kfd ]]; then
+    # The global batch is 24 sequences: the largest number of GPUs that divides it.
+    ranks=$(.venv/bin/python -c 'import torch; n = torch.cuda.device_count(); print(max((k for k in (1, 2, 3, 4, 6, 8) if k <= n), default=2))')
+fi
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # one thread a rank: two ranks on two cores lose a factor of ten with two each
+exec .venv/bin/python -m torch.distributed.run --standalone --nproc-per-node "$ranks" -m vescale.train recipe=llama_debug_muon "$@"

@@ -1,0 +1,119 @@
+"""The ranks of a run: the process group, the device of each rank, and the mesh they form."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelismConfig:
+    """How the ranks share the model.
+
+    Args:
+        dp_shard: Ranks that share one copy of the model; -1 is all of them.
+        zero: ZeRO stage of ``fully_shard``.
+        reshard_after_forward: Free whole parameters after forward and gather them again for backward; null is True,
+            except at the root.
+        param_dtype: Of compute and of the all-gather.
+        reduce_dtype: Of the reduce-scatter; gradients accumulate in float32.
+        max_padding: Padding that may be paid to keep optimizer blocks whole, as a fraction of the elements.
+
+    Raises:
+        ValueError: If a field is out of range.
+    """
+
+    dp_shard: int = -1
+    zero: int = 3
+    reshard_after_forward: bool | None = None
+    param_dtype: torch.dtype = torch.float32
+    reduce_dtype: torch.dtype = torch.float32
+    max_padding: float = 0.01
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.dp_shard != -1 and self.dp_shard < 1:
+            problems.append(f"dp_shard: expected -1 or a number of ranks, got {self.dp_shard}")
+        if self.zero not in (0, 1, 2, 3):
+            problems.append(f"zero: expected 0, 1, 2 or 3, got {self.zero}")
+        if not self.max_padding >= 0:
+            problems.append(f"max_padding: expected a fraction >= 0, got {self.max_padding}")
+        if problems:
+            raise ValueError("; ".join(problems))
+
+    def check(self, world: int) -> None:
+        """Raises if ``world`` ranks cannot form the mesh.
+
+        Raises:
+            ValueError: If ``dp_shard`` does not divide the world.
+            NotImplementedError: If it divides the world into several copies.
+        """
+        if self.dp_shard in (-1, world):
+            return
+        if world % self.dp_shard:
+            raise ValueError(f"parallelism.dp_shard={self.dp_shard} does not divide {world} ranks")
+        raise NotImplementedError(
+            f"parallelism.dp_shard={self.dp_shard} of {world} ranks: several copies of the model are not built; use -1"
+        )
+
+    @property
+    def mp_policy(self) -> MixedPrecisionPolicy:
+        """The dtypes as ``fully_shard`` takes them."""
+        return MixedPrecisionPolicy(param_dtype=self.param_dtype, reduce_dtype=self.reduce_dtype)
+
+
+def world_size() -> int:
+    """Returns the number of ranks, also before there is a process group: torchrun says it in the environment."""
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def rank_of_job() -> int:
+    """Returns this process's rank, also before there is a process group."""
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+
+
+def pick_device(kind: str) -> torch.device:
+    """Returns this rank's device.
+
+    Args:
+        kind: "cpu", "cuda", or "auto": cuda where there is one.
+
+    Raises:
+        ValueError: For another word, or where there are fewer GPUs than ranks on this node.
+    """
+    if kind not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"trainer.device: expected auto, cpu or cuda, got {kind!r}")
+    count = torch.cuda.device_count() if kind != "cpu" else 0
+    if kind == "cpu" or (kind == "auto" and count == 0):
+        return torch.device("cpu")
+    local, ranks = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if ranks > count:
+        raise ValueError(
+            f"{ranks} ranks on this node but {count} GPUs: one rank per GPU, or trainer.device=cpu"
+        )
+    return torch.device("cuda", local)
+
+
+def start_processes(device: torch.device) -> None:
+    """Joins the process group (gloo on CPU, NCCL on CUDA), unless this process has one already."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)  # ranks share the cores; two threads a rank on busy cores were ten times slower
+    if dist.is_initialized():
+        return
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if "MASTER_ADDR" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def make_mesh(device: torch.device) -> DeviceMesh:
+    """Returns the mesh of all ranks, one axis named "dp_shard"."""
+    return init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp_shard",))

@@ -1,0 +1,463 @@
+"""The command that trains: `python -m vescale.train recipe=llama_debug_muon`, alone or under torchrun.
+
+Four hops: YAML -> `compose` (plain values) -> `resolve` (objects) -> `Trainer` (the loop). torch is imported only after
+composition, so that `--help`, `--cfg job` and mistyped keys answer at once. Whatever is wrong with the input is said in
+one line on stderr, with exit code 2, before anything is allocated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import types
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from vescale.trainer import Trainer
+
+# Keys that watch a run without changing a number in it: they name no run, and may differ on resume.
+WATCHING: tuple[str, ...] = (
+    "name",
+    "run_dir",
+    "dry_run",
+    "world_size",
+    "tracking",
+    "trainer.log_every",
+    "trainer.eval_every",
+    "trainer.eval_sequences",
+    "trainer.save_every",
+    "trainer.keep",
+)
+# Keys that may differ on resume too: how far to go, and how the same sums are spread over ranks (equal to rounding, not
+# bit for bit).
+SPREADING: tuple[str, ...] = (
+    "trainer.steps",
+    "trainer.micro_batch",
+    "parallelism.dp_shard",
+    "parallelism.zero",
+    "parallelism.reshard_after_forward",
+    "parallelism.max_padding",
+)
+# Characters of a run's name before it is cut and told apart by a hash; most file systems stop at 255.
+LONGEST_NAME = 120
+
+
+class Point(NamedTuple):
+    """One composed configuration: plain values, and what a command line needs to compose it again."""
+
+    config: dict[str, Any]
+    overrides: list[str]
+    options: list[str]
+
+
+# --- composition, the ---
+# only use of Hydra
+
+
+def compose(argv: Sequence[str]) -> dict[str, Any]:
+    """Returns the configuration that `argv` names, resolved to plain values, with `name` and `run_dir` filled in.
+
+    Args:
+        argv: What follows `python -m vescale.train` on the command line.
+
+    Raises:
+        ValueError: In one line, for an unknown recipe, an unknown key, a value that does not parse, or a sweep.
+    """
+    found = points(argv)
+    if len(found) != 1:
+        raise ValueError(f"expected one configuration, got {len(found)}: a sweep (-m) is for python -m vescale.train")
+    return found[0].config
+
+
+def points(argv: Sequence[str]) -> list[Point]:
+    """Returns every configuration that `argv` names: one, or the points of a sweep (-m).
+
+    None if Hydra only printed (--cfg, --info).
+    """
+    import hydra
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.errors import HydraException
+    from omegaconf import DictConfig, OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    found: list[Point] = []
+
+    def keep(config: DictConfig) -> None:
+        settings = HydraConfig.get()
+        if not settings.launcher._target_.endswith(".BasicLauncher"):
+            raise ValueError(
+                "hydra/launcher: each point of a sweep is a process of this machine; on a cluster submit "
+                "launch/slurm.sbatch per point"
+            )
+        plain = typing.cast(dict[str, Any], OmegaConf.to_container(config, resolve=True, throw_on_missing=True))
+        overrides = list(settings.overrides.task)
+        _name_run(plain, settings.runtime.choices.get("recipe"), overrides)
+        found.append(Point(plain, overrides, _options(settings)))
+
+    OmegaConf.register_new_resolver("by_model", _by_model, replace=True)
+    with tempfile.TemporaryDirectory() as scratch, _command_line([*argv, f"hydra.sweep.dir={scratch}"]):
+        try:
+            hydra.main(version_base="1.3", config_path="pkg://recipes", config_name="train")(keep)()
+        except (HydraException, OmegaConfBaseException) as problem:
+            raise ValueError(_explain(problem)) from problem
+    return found
+
+
+@contextmanager
+def _command_line(argv: Sequence[str]) -> typing.Iterator[None]:
+    """Lets Hydra read `argv`, and raise what it would otherwise print over many lines."""
+    arguments, full_error = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    sys.argv, os.environ["HYDRA_FULL_ERROR"] = ["python -m vescale.train", *argv], "1"
+    try:
+        yield
+    finally:
+        sys.argv = arguments
+        os.environ.pop("HYDRA_FULL_ERROR") if full_error is None else os.environ.update(HYDRA_FULL_ERROR=full_error)
+
+
+def _by_model(table: Mapping[str, Any]) -> Any:  # noqa: ANN401 -- numbers, mostly
+    """Returns the entry of `table` for the chosen model.
+
+    Tuned numbers follow the model and the rule, never the recipe.
+    """
+    from hydra.core.hydra_config import HydraConfig
+
+    model = HydraConfig.get().runtime.choices["model"]
+    if model not in table:
+        raise ValueError(
+            f"no number tuned for model={model} (tuned for: {', '.join(map(str, table))}); set this key yourself"
+        )
+    return table[model]
+
+
+def _options(settings: Any) -> list[str]:  # noqa: ANN401 -- Hydra's own configuration
+    """Returns the options (not overrides) that the same composition needs in a new process."""
+    folders = [source.path for source in settings.runtime.config_sources if source.provider == "command-line"]
+    return [f"--config-name={settings.job.config_name}", *(f"--config-dir={folder}" for folder in folders)]
+
+
+def _explain(problem: Exception) -> str:
+    """Returns Hydra's or OmegaConf's complaint as one line that lists what would have been right."""
+    from hydra.errors import MissingConfigException, OverrideParseException
+    from omegaconf import DictConfig
+    from omegaconf.errors import ConfigAttributeError, ConfigKeyError
+
+    if isinstance(problem, MissingConfigException) and problem.options:
+        group, _, name = str(problem.missing_cfg_file).rpartition("/")
+        return f"unknown {group} {name!r}: {_choices(name, problem.options)}"
+    cause = problem.__cause__ if isinstance(problem.__cause__, (ConfigAttributeError, ConfigKeyError)) else problem
+    if isinstance(cause, (ConfigAttributeError, ConfigKeyError)) and isinstance(cause.parent_node, DictConfig):
+        keys = [str(key) for key in cause.parent_node if key not in ("hydra", "_target_")]
+        return f"unknown key {str(cause.full_key)!r}: {_choices(str(cause.key), keys)}"
+    if isinstance(problem, OverrideParseException):
+        return f"cannot read {problem.override!r}: expected key=value, and quotes around values with ,[]{{}}()$\"'"
+    return " ".join(str(problem).split())
+
+
+def _choices(wrong: str, right: Iterable[str]) -> str:
+    """Returns the list of right names, and the one that was probably meant."""
+    names = sorted(right)
+    close = difflib.get_close_matches(wrong, names, n=1)
+    return f"choose from {', '.join(names) or 'nothing'}" + (f" -- did you mean {close[0]}?" if close else "")
+
+
+# --- the run's folder ---
+
+
+def _name_run(config: dict[str, Any], recipe: str | None, overrides: Sequence[str]) -> None:
+    """Fills in `name` and `run_dir`, from the command alone (never a clock).
+
+    Every rank gets the same, and the same command resumes.
+    """
+    config["name"] = config["name"] or os.environ.get("VESCALE_RUN_ID") or default_name(recipe, overrides)
+    config["run_dir"] = config["run_dir"] or f"runs/{config['name']}"
+
+
+def default_name(recipe: str | None, overrides: Sequence[str]) -> str:
+    """Returns the recipe and whatever else the command line changed that changes numbers.
+
+    `llama_debug_muon,optimizer=adamw`.
+    """
+    changes = sorted(o.lstrip("+~") for o in overrides)
+    kept = [change for change in changes if not _among(change.partition("=")[0], ("recipe", *WATCHING))]
+    name = ",".join([recipe or "train", *kept]).translate({ord(c): "_" for c in "/\\ \t'\""})
+    if len(name) > LONGEST_NAME:
+        name = f"{name[: LONGEST_NAME - 9]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+    return name
+
+
+def _among(key: str, keys: Iterable[str]) -> bool:
+    return any(key == k or key.startswith(k + ".") for k in keys)
+
+
+def check_same_run(config: Mapping[str, Any]) -> None:
+    """Raises if the run's folder holds a run whose numbers come from another configuration.
+
+    Raises:
+        ValueError: Every key that differs, with both values.
+    """
+    file = Path(config["run_dir"]) / "config.json"
+    if not file.is_file():
+        return
+    old, new = flat(json.loads(file.read_text())), flat(json.loads(json.dumps(config)))
+    missing = "nothing"
+    differing = [key for key in sorted({*old, *new}) if old.get(key, missing) != new.get(key, missing)]
+    told = [
+        f"{k} was {old.get(k, missing)}, now {new.get(k, missing)}"
+        for k in differing
+        if not _among(k, WATCHING + SPREADING)
+    ]
+    if told:
+        raise ValueError(
+            f"{config['run_dir']} holds a run of another configuration: {'; '.join(told)}; "
+            "give this run its own name=..."
+        )
+
+
+def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns nested settings as one dictionary with dotted keys."""
+    out: dict[str, Any] = {}
+    for key, value in config.items():
+        out |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return out
+
+
+# ---  ---
+# from YAML to objects
+
+
+def resolve(node: Any, where: str) -> Any:  # noqa: ANN401 -- plain YAML in, objects out
+    """Returns `node` with every mapping that has a `_target_` replaced by that dataclass, built from the mapping's
+    other keys.
+
+    Args:
+        node: Plain values of a composed configuration.
+        where: The dotted key of `node`, for messages.
+
+    Raises:
+        ValueError: Unknown classes, unknown, missing or ill-typed fields, several together.
+    """
+    problems: list[str] = []
+    built = _build(node, where, problems)
+    if problems:
+        raise ValueError("; ".join(problems))
+    return built
+
+
+def _build(node: Any, where: str, problems: list[str]) -> Any:  # noqa: ANN401
+    if isinstance(node, list):
+        return [_build(item, f"{where}[{i}]", problems) for i, item in enumerate(node)]
+    if not isinstance(node, dict):
+        return node
+    values = {key: _build(value, f"{where}.{key}", problems) for key, value in node.items() if key != "_target_"}
+    if "_target_" not in node:
+        return values
+    kind = _find(node["_target_"], f"{where}._target_", problems)
+    return None if kind is None else _construct(kind, values, where, problems)
+
+
+def _find(target: str, where: str, problems: list[str]) -> type | None:
+    """Returns the dataclass called `target` ("optimizers.Muon")."""
+    module, _, name = str(target).rpartition(".")
+    try:
+        room = importlib.import_module(module)
+    except (ImportError, ValueError):
+        problems.append(f"{where}: no module {module!r} to take {target!r} from")
+        return None
+    kind = getattr(room, name, None)
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        return kind
+    public = [
+        n for n in (getattr(room, "__all__", None) or vars(room)) if dataclasses.is_dataclass(getattr(room, n, None))
+    ]
+    problems.append(f"{where}: no dataclass {name!r} in {module}: {_choices(name, public)}")
+    return None
+
+
+def _construct(kind: Any, values: dict[str, Any], where: str, problems: list[str]) -> Any:  # noqa: ANN401
+    """Returns `kind(**values)` after comparing the values with its fields."""
+    fields = {f.name: f for f in dataclasses.fields(kind) if f.init}
+    before = len(problems)
+    problems += [
+        f"unknown key '{where}.{key}': {kind.__name__}: {_choices(key, fields)}" for key in values if key not in fields
+    ]
+    empty = dataclasses.MISSING
+    needed = [
+        name for name, f in fields.items() if f.default is empty and f.default_factory is empty and name not in values
+    ]
+    problems += [f"missing key '{where}.{name}': {kind.__name__} has no default for it" for name in needed]
+    hints = _hints(kind)
+    for key in values.keys() & fields.keys() & hints.keys():
+        try:
+            values[key] = fit(values[key], hints[key])
+        except TypeError as problem:
+            problems.append(f"{where}.{key}: {problem}")
+    if len(problems) > before:
+        return None
+    try:
+        return kind(**values)
+    except ValueError as problem:
+        problems.append(f"{where}: {problem}")
+        return None
+
+
+def _hints(kind: type) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(kind)
+    except NameError:  # a name that exists for the type checker only: the class checks for itself
+        return {}
+
+
+def fit(value: Any, hint: Any) -> Any:  # noqa: ANN401 -- any YAML value against any annotation
+    """Returns a YAML value as its field's annotation wants it: "float32" as a torch.dtype, a list as a tuple, 3 as 3.0.
+
+    Raises:
+        TypeError: Says what was expected and what was got.
+    """
+    import torch
+
+    origin, arms = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return _fit_any(value, hint, arms)
+    if origin is tuple and isinstance(value, list):
+        kinds = [arms[0]] * len(value) if arms[1:] == (Ellipsis,) else arms
+        if len(kinds) != len(value):
+            raise TypeError(f"expected {len(kinds)} values, got {value!r}")
+        return tuple(fit(item, kind) for item, kind in zip(value, kinds, strict=True))
+    if hint is torch.dtype and isinstance(value, str) and isinstance(getattr(torch, value, None), torch.dtype):
+        return getattr(torch, value)
+    if hint is Path and isinstance(value, str):
+        return Path(value)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if hint is int and isinstance(value, float) and value.is_integer():
+        return int(value)
+    wrong_literal = origin is typing.Literal and value not in arms
+    wrong_type = hint in (int, float, str, bool, torch.dtype, type(None)) and type(value) is not hint
+    if wrong_literal or wrong_type:
+        raise TypeError(f"expected {_words(hint)}, got {value!r}")
+    return value
+
+
+def _fit_any(value: Any, hint: Any, arms: tuple[Any, ...]) -> Any:  # noqa: ANN401
+    """Returns `value` as the first of the annotation's alternatives that takes it as it is.
+
+    Else the first that converts it.
+    """
+    if type(value) in arms:
+        return value
+    for arm in arms:
+        try:
+            return fit(value, arm)
+        except TypeError:
+            continue
+    raise TypeError(f"expected {_words(hint)}, got {value!r}")
+
+
+def _words(hint: Any) -> str:  # noqa: ANN401
+    return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
+
+
+# --- the command ---
+
+
+def prepare(config: Mapping[str, Any]) -> Trainer:
+    """Returns a trainer that has checked everything that can be checked without memory, peers or files written.
+
+    Raises:
+        ValueError: What is wrong with the input.
+    """
+    from vescale.rule import Rules
+    from vescale.trainer import Trainer
+
+    built = {part: resolve(config[part], part) for part in ("model", "data", "parallelism", "trainer", "tracking")}
+    groups = {
+        name: (group["pattern"], resolve(group["rule"], f"optimizer.{name}.rule"))
+        for name, group in config["optimizer"].items()
+    }
+    return Trainer(**built, rules=Rules(**groups), run_dir=Path(config["run_dir"]), settings=dict(config))
+
+
+def sweep(found: Sequence[Point]) -> int:
+    """Runs each point as a process of its own, one after another, so that no process group outlives its run; returns
+    the worst exit code.
+
+    Raises:
+        ValueError: Under torchrun, where every rank would run every point.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ or "RANK" in os.environ:
+        raise ValueError(
+            "-m cannot run under torchrun: every rank would start every point; use python -m vescale.train -m ..."
+        )
+    folders = [point.config["run_dir"] for point in found]
+    if len({*folders}) < len(folders):
+        raise ValueError(
+            f"the points of a sweep would share the folder {folders[0]}: leave out name=, run_dir= and VESCALE_RUN_ID"
+        )
+    worst = 0
+    for i, point in enumerate(found):
+        print(f"[{i + 1}/{len(found)}] {' '.join(point.overrides)}", flush=True)
+        worst = max(
+            worst, abs(subprocess.call([sys.executable, "-m", "vescale.train", *point.options, *point.overrides]))
+        )
+    return worst
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit code: 0, or 2 for input that was refused with one line."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    try:
+        found = points(argv)
+        if len(found) > 1 or {"-m", "--multirun"} & {*argv}:
+            return sweep(found)
+        if not found:  # Hydra printed what was asked for
+            return 0
+        trainer = _checked(found[0].config)
+    except (ValueError, OSError, NotImplementedError) as problem:
+        return _refuse(problem)
+    if trainer is not None:
+        trainer.run()
+    return 0
+
+
+def _checked(config: dict[str, Any]) -> Trainer | None:
+    """Returns the trainer, or None after a dry run has printed its plan."""
+    from vescale.mesh import world_size
+
+    if not config["dry_run"]:
+        check_same_run(config)
+    trainer = prepare(config)
+    if config["dry_run"]:
+        print(trainer.describe(config["world_size"] or world_size()))
+        return None
+    trainer.check(world_size())
+    return trainer
+
+
+def _refuse(problem: Exception) -> int:
+    """Prints one line and returns 2. Rank 0 speaks.
+
+    If it found nothing wrong it does not end this process, and the others speak for themselves.
+    """
+    rank = int(os.environ.get("RANK", "0"))
+    if rank:
+        time.sleep(5)  # seconds; torchrun ends this process within a tenth of one after rank 0's exit
+    prefix = f"vescale.train: rank {rank}:" if rank else "vescale.train:"
+    print(prefix, " ".join(str(problem).split()), file=sys.stderr, flush=True)
+    return 2
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

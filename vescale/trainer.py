@@ -1,0 +1,463 @@
+"""The trainer: one readable loop from a meta-device model to a checkpoint. Start at ``Trainer.run``.
+
+Every rank runs the same code; what rank 0 alone does (printing, metrics, the run's configuration) is behind
+``self.lead``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from vescale import checkpoint
+from vescale.data import IGNORED, Batch, TextData
+from vescale.fsdp import fully_shard, preview
+from vescale.grad_norm import clip_grad_norm_
+from vescale.mesh import ParallelismConfig, make_mesh, pick_device, rank_of_job, start_processes
+from vescale.optimizer import Optimizer
+from vescale.planner import SegmentPlan
+from vescale.rule import Rules
+from vescale.tracking import Tracker, Tracking
+
+
+class Schedule(Protocol):
+    """What multiplies every group's own learning rate."""
+
+    def scale(self, step: int) -> float:
+        """Returns the multiplier at the 0-based ``step``."""
+
+
+class ModelConfig(Protocol):
+    """What the trainer needs to know of a model; ``models.LlamaConfig`` is one."""
+
+    vocab_size: int
+    max_position_embeddings: int
+
+    def build(self) -> nn.Module:
+        """Returns the model: ``model(input_ids, labels)`` is the sum of token losses, ``units()`` its layers."""
+
+    def num_parameters(self) -> int:
+        """Returns the number of parameters."""
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Returns the FLOPs of forward and backward per token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerConfig:
+    """How long, in which batches, and how often to look.
+
+    Args:
+        steps: Optimizer steps of the run.
+        global_batch: Sequences in one step, over all ranks.
+        schedule: Multiplier of every group's learning rate at each step.
+        micro_batch: Sequences one rank takes through the model at once; None: its whole share of the global batch.
+        max_grad_norm: The gradient's norm is clipped to it, in units of the loss per parameter unit; None: not clipped.
+        seed: Of the weights.
+        device: "cpu", "cuda", or "auto": cuda where there is one.
+        log_every: Steps between two log lines.
+        eval_every: Steps between two looks at the validation split; the end of the run is always one.
+        eval_sequences: Validation sequences per look; None: all.
+        save_every: Steps between two checkpoints; the end of the run is always one.
+        keep: Checkpoints that stay on disk.
+
+    Raises:
+        ValueError: If a field is out of range; all of them are named.
+    """
+
+    steps: int
+    global_batch: int
+    schedule: Schedule
+    micro_batch: int | None = None
+    max_grad_norm: float | None = 1.0
+    seed: int = 0
+    device: str = "auto"
+    log_every: int = 10
+    eval_every: int = 100
+    eval_sequences: int | None = None
+    save_every: int = 100
+    keep: int = 2
+
+    def __post_init__(self) -> None:
+        counts = ("steps", "global_batch", "log_every", "eval_every", "save_every", "keep")
+        problems = [
+            f"{name}: expected a number > 0, got {getattr(self, name)}" for name in counts if getattr(self, name) < 1
+        ]
+        optional = {name: getattr(self, name) for name in ("micro_batch", "max_grad_norm", "eval_sequences")}
+        problems += [
+            f"{name}: expected null or a number > 0, got {value}"
+            for name, value in optional.items()
+            if value is not None and not value > 0
+        ]
+        if problems:
+            raise ValueError("; ".join(problems))
+
+    def micro_batches(self, world: int) -> tuple[int, int]:
+        """Returns how many micro-batches a rank takes per step, and how many sequences each has.
+
+        Raises:
+            ValueError: If the global batch cannot be shared out evenly.
+        """
+        if self.global_batch % world:
+            raise ValueError(f"trainer.global_batch={self.global_batch} does not divide over {world} ranks")
+        share = self.global_batch // world
+        size = self.micro_batch or share
+        if share % size:
+            raise ValueError(
+                f"trainer.micro_batch={size} does not divide the {share} sequences of a rank "
+                f"(global_batch={self.global_batch}, {world} ranks)"
+            )
+        return share // size, size
+
+
+class Trainer:
+    """A run, from its checked configuration to its last checkpoint.
+
+    Making one allocates no weights and starts nothing; ``run`` does the rest.
+
+    Args:
+        model: Configuration of the model.
+        rules: Which parameter is stepped by which rule.
+        data: The tokens.
+        parallelism: How the ranks share the model.
+        trainer: How long and how often.
+        tracking: Where metrics go.
+        run_dir: The run's folder; a checkpoint in it is continued.
+        settings: The resolved configuration, as plain values, to keep beside the run.
+
+    Raises:
+        ValueError: For input that cannot work, in one line.
+    """
+
+    config: TrainerConfig
+    model: Any  # an nn.Module; on the meta device until ``_start``, sharded from then on
+    optimizer: Optimizer
+    peaks: list[float]  # learning rate of each group as its rule states it; the groups hold scaled ones
+    step: int  # optimizer steps completed
+    tokens: int  # labels counted by those steps, over all ranks
+    tracker: Tracker | None  # on rank 0
+
+    def __init__(
+        self,
+        *,
+        model: ModelConfig,
+        rules: Rules,
+        data: TextData,
+        parallelism: ParallelismConfig,
+        trainer: TrainerConfig,
+        tracking: Tracking,
+        run_dir: Path,
+        settings: dict[str, Any],
+    ) -> None:
+        self.config, self.rules, self.parallelism, self.tracking = trainer, rules, parallelism, tracking
+        self.model_config, self.data_config, self.run_dir, self.settings = model, data, run_dir, settings
+        self.step, self.tokens, self.tracker, self.lead = 0, 0, None, rank_of_job() == 0
+        self.device = pick_device(trainer.device)
+        with torch.device("meta"):
+            self.model = model.build()
+        self.routing = rules.route(self.model.named_parameters())
+        if data.seq_len > model.max_position_embeddings:
+            raise ValueError(
+                f"data.seq_len={data.seq_len} exceeds model.max_position_embeddings={model.max_position_embeddings}"
+            )
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of this run's checkpoints."""
+        return self.run_dir / "checkpoints"
+
+    def check(self, world: int) -> None:
+        """Opens the data and raises for whatever would stop the run later: the ranks, the data, a damaged checkpoint.
+
+        Args:
+            world: Number of ranks.
+
+        Raises:
+            ValueError: In one line.
+        """
+        self._check_ranks(world)
+        self.data = self.data_config.open()
+        self._check_data()
+        path = checkpoint.newest(self.checkpoints)
+        if path is not None:
+            extra = checkpoint.verify(path, rank=rank_of_job(), world=world)
+            self.data.check(extra["data"])
+
+    def _check_ranks(self, world: int) -> None:
+        self.micro_batches, self.micro_size = self.config.micro_batches(world)
+        self.parallelism.check(world)
+
+    def _check_data(self) -> None:
+        problems, model = [], self.model_config
+        if self.data.vocab_size is not None and self.data.vocab_size > model.vocab_size:
+            problems.append(f"model.vocab_size={model.vocab_size}, but the data have {self.data.vocab_size} ids")
+        if self.data.validation is None:
+            problems.append("data.val_fraction=0 leaves nothing to validate on")
+        if problems:
+            raise ValueError("; ".join(problems))
+
+    # --- the run ---
+
+    def run(self) -> float:
+        """Trains from the newest checkpoint, or from the start, to the last step.
+
+        Returns:
+            The validation loss, in nats per token.
+        """
+        self._start()
+        self._resume()
+        with self._progress() as advance:
+            while self.step < self.config.steps:
+                loss, norm = self.train_step()
+                self.step += 1
+                advance()
+                if self._due(self.config.log_every):
+                    self._log(loss, norm)
+                if self._due(self.config.eval_every) and self.step < self.config.steps:
+                    self._record({"validation_loss": self.evaluate()})
+                if self._due(self.config.save_every) and self.step < self.config.steps:
+                    self._save()
+        return self._finish()
+
+    def train_step(self) -> tuple[Tensor, Tensor]:
+        """Takes one optimizer step.
+
+        Returns:
+            The loss per token of the global batch, and the norm of its gradient, both () float32.
+        """
+        self._schedule()
+        batches = list(self._micro_batches())
+        tokens = self._sum(sum((labels != IGNORED).sum() for _, labels in batches))
+        total = torch.zeros((), device=self.device)
+        for input_ids, labels in batches:  # gradients leave each rank after every micro-batch: no whole ones are kept
+            loss = self.model(input_ids, labels) / tokens
+            loss.backward()
+            total += loss.detach()
+        norm = clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm or math.inf)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self._counted += tokens
+        return self._sum(total), norm
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """Returns the loss per token of the validation sequences, in nats.
+
+        The same sequences for any number of ranks.
+        """
+        both = torch.zeros(2, dtype=torch.float64)
+        for input_ids, labels in self._validation_batches():
+            loss = self.model(input_ids, labels)
+            both += torch.stack([loss.double(), (labels != IGNORED).sum().double()]).cpu()
+        loss, tokens = self._sum(both.to(self.device)).tolist()
+        return loss / tokens
+
+    # --- beginning and end ---
+
+    def _start(self) -> None:
+        """Joins the ranks, shards the model, and fills it with the seed's weights."""
+        start_processes(self.device)
+        mesh = make_mesh(self.device)
+        self._shard(mesh=mesh)
+        self.model.to_empty(device=self.device)
+        torch.manual_seed(self.config.seed)
+        self.model.init_weights()
+        self.model.set_gradient_divide_factor(1.0, recurse=True)  # the loss is divided by the tokens of all ranks
+        self.optimizer = Optimizer(self.model.named_parameters(), self.rules)
+        self.peaks = [group["lr"] for group in self.optimizer.param_groups]
+        self._counted = torch.zeros((), dtype=torch.int64, device=self.device)
+        self._since, self._tokens_then = time.perf_counter(), 0
+
+    def _shard(self, **options: Any) -> None:
+        for module in (*self.model.units(), self.model):
+            fully_shard(
+                module,
+                mp_policy=self.parallelism.mp_policy,
+                reshard_after_forward=self.parallelism.reshard_after_forward,
+                block_of=self.rules.block_of,
+                max_padding=self.parallelism.max_padding,
+                zero=self.parallelism.zero,
+                **options,
+            )
+
+    def _resume(self) -> None:
+        """Continues the newest whole checkpoint, if there is one, and opens the metrics after it."""
+        path, extra = checkpoint.newest(self.checkpoints), {}
+        if path is not None:
+            extra = checkpoint.load(path, model=self.model, optimizer=self.optimizer, verified=True)
+            self.step = extra["step"]
+            self._counted += extra["tokens"]
+            self._tokens_then = extra["tokens"]
+        if not self.lead:
+            return
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        (self.run_dir / "config.json").write_text(json.dumps(self.settings, indent=1))
+        first = self.step + 1 if path is not None else 0
+        self.tracker = self.tracking.open(
+            self.run_dir, config=self.settings, first_step=first, id=extra.get("tracking_id")
+        )
+        print(self.routing)
+        print(
+            f"{self.model_config.num_parameters():,} parameters, {dist.get_world_size()} ranks, run in {self.run_dir}"
+        )
+        print(f"metrics: {self.tracker.path}; {self.tracker.where}")
+        if path is not None:
+            print(f"continuing at step {self.step} from {path}", flush=True)
+
+    def _finish(self) -> float:
+        """Evaluates and saves, says where things are, and leaves."""
+        loss = self.evaluate()
+        if not (self.checkpoints / self._name()).exists():
+            self._record({"validation_loss": loss})
+            self._save()
+        if self.lead and self.tracker is not None:
+            self.tracker.finish()
+            print(f"validation loss {loss:.4f} nats per token after {self.step} steps; run folder {self.run_dir}")
+            print("next:\n  " + "\n  ".join(NEXT), flush=True)
+        dist.destroy_process_group()
+        return loss
+
+    def _save(self) -> None:
+        extra = {"step": self.step, "tokens": int(self._counted), "data": self.data.describe()}
+        extra["tracking_id"] = self.tracker.id if self.tracker is not None else None
+        folder = self.checkpoints / self._name()
+        checkpoint.save(folder, model=self.model, optimizer=self.optimizer, extra=extra, keep=self.config.keep)
+
+    def _name(self) -> str:
+        return f"step_{self.step:08}"
+
+    # --- looking ---
+
+    def _due(self, every: int) -> bool:
+        return self.step % every == 0
+
+    def _log(self, loss: Tensor, norm: Tensor) -> None:
+        """Reads the device, once per interval: prints a line and records it."""
+        counted, now = int(self._counted), time.perf_counter()
+        rate = (counted - self._tokens_then) / (now - self._since)
+        self._since, self._tokens_then = now, counted
+        rates = {f"lr/{group['name']}": float(group["lr"]) for group in self.optimizer.param_groups}
+        memory = _peak_memory(self.device)
+        row = {"loss": loss.item(), "grad_norm": norm.item(), "tokens_per_second": rate, "memory_gib": memory / 2**30}
+        self._record(row | rates)
+        if self.lead:
+            print(
+                f"step {self.step}/{self.config.steps}  loss {row['loss']:.4f}  grad norm {row['grad_norm']:.3f}  "
+                f"{rate:,.0f} tokens/s  memory {row['memory_gib']:.2f} GiB",
+                flush=True,
+            )
+
+    def _record(self, metrics: dict[str, float]) -> None:
+        tokens = int(self._counted)
+        if self.tracker is not None:
+            self.tracker.log(metrics, step=self.step, tokens=tokens)
+        if self.lead and "validation_loss" in metrics:
+            print(f"step {self.step}/{self.config.steps}  validation loss {metrics['validation_loss']:.4f}", flush=True)
+
+    @contextmanager
+    def _progress(self) -> Iterator[Callable[[], None]]:
+        """Yields what to call after each step; a progress bar where rank 0 has a terminal."""
+        if not (self.lead and sys.stdout.isatty()):
+            yield lambda: None
+            return
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        with Progress(TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()) as bar:
+            task = bar.add_task("training", total=self.config.steps, completed=self.step)
+            yield lambda: bar.advance(task)
+
+    # --- numbers ---
+
+    def _schedule(self) -> None:
+        scale = self.config.schedule.scale(self.step)
+        for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
+            group["lr"] = peak * scale
+
+    def _micro_batches(self) -> Iterator[Batch]:
+        """This rank's part of the step: of the samples [s * global_batch, ...), an equal stretch per rank."""
+        share = self.micro_batches * self.micro_size
+        first = self.step * self.config.global_batch + dist.get_rank() * share
+        for start in range(first, first + share, self.micro_size):
+            yield self._to_device(self.data.train.read(start, self.micro_size))
+
+    def _validation_batches(self) -> Iterator[Batch]:
+        """As many batches on every rank, since each forward gathers parameters; what is past the end counts nothing."""
+        samples = self.data.validation
+        assert samples is not None  # _check_data refused the other case
+        count = min(self.config.eval_sequences or samples.num_samples, samples.num_samples)
+        stride = self.micro_size * dist.get_world_size()
+        for begin in range(0, count, stride):
+            start = begin + dist.get_rank() * self.micro_size
+            batch = samples.read(start, self.micro_size)
+            batch.labels[max(count - start, 0) :] = IGNORED
+            yield self._to_device(batch)
+
+    def _to_device(self, batch: Batch) -> Batch:
+        return Batch(*(tensor.to(self.device, non_blocking=True) for tensor in batch))
+
+    def _sum(self, value: Any) -> Tensor:
+        total = torch.as_tensor(value, device=self.device).clone()
+        dist.all_reduce(total)
+        return total
+
+    # --- the dry run ---
+
+    def describe(self, world: int) -> str:
+        """Returns the routing, the size and the plan of every unit on ``world`` ranks; no process, no memory for
+        weights.
+
+        Args:
+            world: Number of ranks; plans are the same on all of them.
+        """
+        self._check_ranks(world)
+        self._shard()
+        plans = preview(self.model, world)
+        total = self.model_config.num_parameters()
+        flops = self.model_config.flops_per_token(self.data_config.seq_len)
+        lines = [
+            str(self.routing),
+            f"{total:,} parameters, {flops:.4g} FLOPs per token at {self.data_config.seq_len} tokens, {world} ranks",
+            *_plan_lines(plans),
+        ]
+        return "\n".join(lines)
+
+
+# What a quickstart may go on with.
+NEXT = (
+    "python -m vescale.train recipe=llama_debug_muon optimizer=adamw",
+    "python -m vescale.train recipe=llama70b_muon dry_run=true world_size=256",
+    "python -m vescale.train -m optimizer=muon,adamw trainer.steps=50",
+)
+
+
+def _plan_lines(plans: Sequence[tuple[str, tuple[SegmentPlan, ...]]]) -> list[str]:
+    """Units with equal plans once, with how many there are of each."""
+    found: dict[Any, tuple[str, tuple[SegmentPlan, ...], int]] = {}
+    for name, segments in plans:
+        key = tuple((plan.offsets, plan.shard_size, tuple(t.numel for t in plan.tensors)) for plan in segments)
+        first, _, count = found.get(key, (name, segments, 0))
+        found[key] = (first, segments if not count else found[key][1], count + 1)
+    lines = []
+    for name, segments, count in found.values():
+        lines.append(f"\n{count} x unit like {name or 'the root'}")
+        lines += [str(plan) for plan in segments]
+    return lines
+
+
+def _peak_memory(device: torch.device) -> int:
+    """Bytes: of CUDA's allocator on a GPU, else of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
