@@ -9,8 +9,8 @@ source launch/venv.sh
 make_venv
 ranks=2
 if [[ -e /dev/nvidiactl || -e /dev/kfd ]]; then
-    # The global batch is 24 sequences: the largest number of GPUs that divides it.
-    ranks=$(.venv/bin/python -c 'import torch; n = torch.cuda.device_count(); print(max((k for k in (1, 2, 3, 4, 6, 8) if k <= n), default=2))')
+    # The global batch is 8 sequences: the largest number of GPUs that divides it.
+    ranks=$(.venv/bin/python -c 'import torch; n = torch.cuda.device_count(); print(max((k for k in (1, 2, 4, 8) if k <= n), default=2))')
 fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # one thread a rank: two ranks on two cores lose a factor of ten with two each
 exec .venv/bin/python -m torch.distributed.run --standalone --nproc-per-node "$ranks" -m vescale.train recipe=llama_debug_muon "$@"

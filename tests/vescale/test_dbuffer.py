@@ -1,4 +1,4 @@
-"""A DBuffer's views are its memory: gathering copies nothing, reducing leaves each rank its sum, padding stays out of norms."""
+"""A DBuffer's views are its memory: gathering copies nothing, reducing leaves each rank its sum."""
 
 from __future__ import annotations
 
