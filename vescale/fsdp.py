@@ -228,12 +228,12 @@ class ShardState:
 
     def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self.commit()
+        tree = self.tree
+        if tree.root is self or (tree.callback_queued and torch._C._current_graph_task_id() == -1):
+            tree.reset()  # an exception ended the last forward, or the last backward
         if self.in_backward:  # recomputation by activation checkpointing
             self._whole()
             return self._cast_inputs(args, kwargs)
-        tree = self.tree
-        if tree.root is self:  # its last forward never ended: an exception
-            tree.reset()
         if tree.root is None:
             tree.root, tree.entered = self, []
             for state in tree.states:

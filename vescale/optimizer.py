@@ -49,7 +49,8 @@ class Optimizer(torch.optim.Optimizer):
         rules: Groups and their rules.
 
     Raises:
-        ValueError: Where routing fails (see ``Rules.route``), or an edge cuts what a rule never lets be cut.
+        ValueError: Where routing fails (see ``Rules.route``), an edge cuts what a rule never lets be cut, or parameters
+            are not float32, on the meta device, or not planned yet.
         NotImplementedError: For a rule with block state, or with several blocks in a granule.
     """
 
@@ -58,7 +59,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]], rules: Rules) -> None:
         named = [(name, param) for name, param in named_parameters if param.requires_grad]
-        _check_planned(named)
+        _check_parameters(named)
         self.routing, self.rules = rules.route(named), rules
         params = dict(named)
         groups = [
@@ -180,8 +181,19 @@ def _hyperparameters(rule: Any) -> dict[str, Any]:
     return {field.name: getattr(rule, field.name) for field in dataclasses.fields(rule)}
 
 
-def _check_planned(named: Sequence[tuple[str, nn.Parameter]]) -> None:
-    """Refuses whole parameters that sharded ones are about to replace: the step would change what nobody uses."""
+def _check_parameters(named: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Refuses what cannot be stepped: parameters about to be replaced by sharded ones, without memory, or not float32."""
+    bare = [name for name, param in named if param.is_meta]
+    if bare:
+        raise ValueError(
+            f"{bare[0]} and {len(bare) - 1} more are on the meta device: make the Optimizer after to_empty()"
+        )
+    other = [f"{name} ({param.dtype})" for name, param in named if param.dtype is not torch.float32]
+    if other:
+        raise ValueError(
+            f"expected float32 parameters, got {', '.join(other[:4])}{' ...' * (len(other) > 4)}: keep the masters in "
+            "float32 and compute in another dtype by MixedPrecisionPolicy(param_dtype=...)"
+        )
     pending = [name for name, param in named if PENDING in param.__dict__]
     if pending:
         raise ValueError(

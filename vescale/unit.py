@@ -322,9 +322,10 @@ class Unit:
                 if self.mp_policy.param_dtype and master.local.is_floating_point()
                 else master.local.dtype
             )
-            local = torch.empty(segment.plan.numel, dtype=dtype, device=master.local.device)
-            segment.full = DBuffer(segment.plan, master.shapes, self.mesh, Replicate(), local)
-            segment.unsharded = [self._unsharded_parameter(segment, index) for index in range(len(segment.members))]
+            with torch.inference_mode(False):  # the first forward may be an inference, the next one is not
+                local = torch.empty(segment.plan.numel, dtype=dtype, device=master.local.device)
+                segment.full = DBuffer(segment.plan, master.shapes, self.mesh, Replicate(), local)
+                segment.unsharded = [self._unsharded_parameter(segment, i) for i in range(len(segment.members))]
         return segment.full
 
     def _unsharded_parameter(self, segment: Segment, index: int) -> nn.Parameter:

@@ -254,12 +254,17 @@ def _exception(world: int) -> None:
         handle = model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
         model(_batch(0))
     handle.remove()
+    handle = model.layers[0].norm.register_full_backward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        _loss(model, _batch(1)).backward()
+    handle.remove()
+    model.zero_grad()
     _loss(model, _batch(0)).backward()
     _loss(reference, _batch(0)).backward()
     torch.testing.assert_close(model.layers[1].up.weight.grad.full_tensor(), reference.layers[1].up.weight.grad)
 
 
-def test_an_exception_in_forward_leaves_the_next_step_clean(pool) -> None:
+def test_an_exception_leaves_the_next_step_clean(pool) -> None:
     pool(2).run(_exception, 2)
 
 
@@ -401,3 +406,24 @@ def _attributes_and_hooks() -> None:
 
 def test_attributes_are_on_both_sides_and_hooks_fire_on_the_sharded_one(pool) -> None:
     pool(2).run(_attributes_and_hooks)
+
+
+def _inference_first(world: int) -> None:
+    from vescale import fully_shard
+
+    model, reference = _net(), _net()
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    with torch.inference_mode():
+        torch.testing.assert_close(_loss(model, _batch(0)), _loss(reference, _batch(0)))
+    with torch.no_grad():
+        torch.testing.assert_close(_loss(model, _batch(0)), _loss(reference, _batch(0)))
+    _loss(model, _batch(0)).backward()
+    _loss(reference, _batch(0)).backward()
+    grad = dict(model.named_parameters())["layers.1.up.weight"].grad
+    torch.testing.assert_close(grad.full_tensor(), reference.layers[1].up.weight.grad)
+
+
+def test_a_model_trains_after_inference(pool) -> None:
+    pool(2).run(_inference_first, 2)

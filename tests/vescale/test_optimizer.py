@@ -265,7 +265,7 @@ def test_owners_are_balanced() -> None:
     assert owners == deal(list(reversed(work)), [0.0] * 8)
 
 
-def _too_early() -> None:
+def _not_steppable() -> None:
     from vescale import Optimizer, Rules, fully_shard
 
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
@@ -275,6 +275,11 @@ def _too_early() -> None:
     fully_shard(model)
     Optimizer(model.named_parameters(), Rules(all=("*", AdamW())))
 
+    with pytest.raises(ValueError, match=r"expected float32 parameters, got weight .torch.bfloat16."):
+        Optimizer(nn.Linear(4, 4, dtype=torch.bfloat16).named_parameters(), Rules(all=("*", AdamW())))
+    with pytest.raises(ValueError, match="on the meta device"):
+        Optimizer(nn.Linear(4, 4, device="meta").named_parameters(), Rules(all=("*", AdamW())))
 
-def test_parameters_that_will_be_replaced_are_refused(pool) -> None:
-    pool(1).run(_too_early)
+
+def test_parameters_that_cannot_be_stepped_are_refused(pool) -> None:
+    pool(1).run(_not_steppable)
