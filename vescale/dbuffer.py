@@ -22,11 +22,47 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from vescale import collectives
 from vescale.placement import RaggedShard
 from vescale.planner import SegmentPlan
 from vescale.ragged_tensor import RaggedTensor, from_local
+
+
+class Layout:
+    """What all buffers of one plan share on this rank, worked out once.
+
+    Args:
+        plan: Where each tensor lies and how long a shard is.
+        shapes: Logical shape of each tensor, in the plan's order.
+        mesh: One-dimensional; its ranks share the buffer.
+    """
+
+    def __init__(self, plan: SegmentPlan, shapes: Sequence[Sequence[int]], mesh: DeviceMesh) -> None:
+        self.plan, self.shapes, self.mesh = plan, tuple(tuple(shape) for shape in shapes), mesh
+        self.rank, self.group = mesh.get_local_rank(), mesh.get_group()
+        self.spans = [self._span(index) for index in range(len(self.shapes))]  # of each run in this rank's slot
+        self._specs: dict[tuple[int, torch.dtype], DTensorSpec] = {}
+
+    def placement_of(self, index: int) -> RaggedShard:
+        """What tensor ``index`` sees of the buffer's cut."""
+        plan = self.plan
+        return RaggedShard.of_slot(
+            self.shapes[index], offset=plan.offsets[index], shard_size=plan.shard_size, num_ranks=plan.num_ranks
+        )
+
+    def wrap(self, index: int, run: torch.Tensor) -> RaggedTensor:
+        """Returns the DTensor whose local tensor is ``run``, this rank's (stop - start,) elements of tensor ``index``."""
+        key = (index, run.dtype)
+        if key not in self._specs:
+            self._specs[key] = from_local(run, self.mesh, [self.placement_of(index)], shape=self.shapes[index])._spec
+        return RaggedTensor(run, self._specs[key])
+
+    def _span(self, index: int) -> tuple[int, int]:
+        start, stop = self.plan.local(index, self.rank)
+        first = self.plan.offsets[index] + start - self.rank * self.plan.shard_size if stop > start else 0
+        return first, first + stop - start
 
 
 class DBuffer:
@@ -44,9 +80,8 @@ class DBuffer:
         ValueError: If the local tensor is not one-dimensional or not of the length that the placement asks for.
     """
 
-    plan: SegmentPlan
-    shapes: tuple[tuple[int, ...], ...]
-    mesh: DeviceMesh
+    layout: Layout
+    sharded: bool  # whether the local tensor is one shard
     placement: Placement  # of the flat buffer, over the mesh
     local: torch.Tensor  # padding is zero in every sharded buffer that somebody reads
 
@@ -58,13 +93,16 @@ class DBuffer:
         placement: Placement,
         local: torch.Tensor,
     ) -> None:
-        expected = plan.shard_size if placement == Shard(0) else plan.numel
+        self._fill(Layout(plan, shapes, mesh), placement, local)
+
+    def _fill(self, layout: Layout, placement: Placement, local: torch.Tensor) -> None:
+        self.sharded = placement == Shard(0)
+        expected = layout.plan.shard_size if self.sharded else layout.plan.numel
         if local.ndim != 1 or local.numel() != expected:
             raise ValueError(
                 f"DBuffer {placement}: expected a flat local tensor of {expected} elements, got {tuple(local.shape)}"
             )
-        self.plan, self.shapes, self.mesh = plan, tuple(map(tuple, shapes)), mesh
-        self.placement, self.local = placement, local
+        self.layout, self.plan, self.placement, self.local = layout, layout.plan, placement, local
 
     @classmethod
     def zeros(
@@ -79,24 +117,21 @@ class DBuffer:
         """Returns a sharded buffer of zeros."""
         return cls(plan, shapes, mesh, Shard(0), torch.zeros(plan.shard_size, dtype=dtype, device=device))
 
-    def empty_like(self) -> DBuffer:
-        """Returns a buffer of the same plan, placement, dtype and device, its contents undefined."""
-        return DBuffer(self.plan, self.shapes, self.mesh, self.placement, torch.empty_like(self.local))
+    def sibling(self, placement: Placement, local: torch.Tensor) -> DBuffer:
+        """Returns the buffer of the same plan whose local tensor is ``local`` under ``placement``."""
+        other = DBuffer.__new__(DBuffer)
+        other._fill(self.layout, placement, local)
+        return other
 
     @property
     def rank(self) -> int:
         """Position of this rank in the cut."""
-        return self.mesh.get_local_rank()
+        return self.layout.rank
 
     @property
     def group(self) -> dist.ProcessGroup:
         """Ranks that share the buffer."""
-        return self.mesh.get_group()
-
-    @property
-    def sharded(self) -> bool:
-        """Whether the local tensor is one shard."""
-        return self.placement == Shard(0)
+        return self.layout.group
 
     def slot(self) -> torch.Tensor:
         """This rank's shard of the buffer, (S,): the whole local tensor, or its part of a gathered or partial one."""
@@ -113,25 +148,17 @@ class DBuffer:
             raise ValueError(
                 f"{self.plan.tensors[index].name}: a sharded DBuffer has no whole tensor; call all_gather() first"
             )
-        start = self.plan.offsets[index]
-        return self.local[start : start + math.prod(self.shapes[index])].view(self.shapes[index])
+        start, shape = self.plan.offsets[index], self.layout.shapes[index]
+        return self.local[start : start + math.prod(shape)].view(shape)
 
     def run(self, index: int) -> torch.Tensor:
         """This rank's run of tensor ``index``, (stop - start,), as a view of its slot."""
-        start, stop = self.plan.local(index, self.rank)
-        first = self.plan.offsets[index] + start - self.rank * self.plan.shard_size if stop > start else 0
-        return self.slot()[first : first + stop - start]
-
-    def placement_of(self, index: int) -> RaggedShard:
-        """What tensor ``index`` sees of the buffer's cut."""
-        offset = self.plan.offsets[index]
-        return RaggedShard.of_slot(
-            self.shapes[index], offset=offset, shard_size=self.plan.shard_size, num_ranks=self.plan.num_ranks
-        )
+        start, stop = self.layout.spans[index]
+        return self.slot()[start:stop]
 
     def tensor(self, index: int) -> RaggedTensor:
         """Tensor ``index`` as a DTensor whose local tensor is a view of this rank's slot."""
-        return from_local(self.run(index), self.mesh, [self.placement_of(index)], shape=self.shapes[index])
+        return self.layout.wrap(index, self.run(index))
 
     def all_gather(
         self, out: torch.Tensor | None = None, *, async_op: bool = False
@@ -151,7 +178,7 @@ class DBuffer:
         if not self.sharded:
             raise ValueError(f"all_gather: expected a sharded DBuffer, got {self.placement}")
         full = self.local.new_empty(self.plan.numel) if out is None else out
-        gathered = DBuffer(self.plan, self.shapes, self.mesh, Replicate(), full)
+        gathered = self.sibling(Replicate(), full)
         gathered.slot().copy_(self.local)
         return gathered, collectives.all_gather(full, gathered.slot(), group=self.group, async_op=async_op)
 
@@ -170,7 +197,7 @@ class DBuffer:
         if self.placement != Partial():
             raise ValueError(f"reduce_scatter: expected a partial DBuffer, got {self.placement}")
         work = collectives.reduce_scatter(self.slot(), self.local, group=self.group, async_op=async_op)
-        return DBuffer(self.plan, self.shapes, self.mesh, Shard(0), self.slot()), work
+        return self.sibling(Shard(0), self.slot()), work
 
     def zero_gaps(self) -> None:
         """Zeroes the elements that belong to no tensor, so that nothing of a recycled storage is ever reduced."""

@@ -212,7 +212,7 @@ class Unit:
         multiplier = 1.0 / (self.divide_factor or self.mesh.size())
         fresh = [index for index, param in enumerate(segment.sharded) if param.grad is None]
         if len(fresh) == len(segment.sharded) or segment.grad is None:
-            segment.grad = segment.master.empty_like()
+            segment.grad = segment.master.sibling(segment.master.placement, torch.empty_like(segment.master.local))
             torch.mul(reduced.to(segment.grad.local.dtype), multiplier, out=segment.grad.local)
         else:
             for index in fresh:
@@ -264,8 +264,7 @@ class Unit:
     def _realias_grad(self, segment: Segment, index: int, param: nn.Parameter) -> None:
         grad = param.grad
         if segment.grad is None:
-            segment.grad = segment.master.empty_like()
-            segment.grad.local.zero_()
+            segment.grad = segment.master.sibling(segment.master.placement, torch.zeros_like(segment.master.local))
         expected = segment.grad.run(index)
         if isinstance(grad, RaggedTensor) and (
             grad._local_tensor.data_ptr() == expected.data_ptr() or not expected.numel()
@@ -303,7 +302,7 @@ class Unit:
         self.reshard()
         for segment in self.segments:
             local = fn(segment.master.local)
-            segment.master = DBuffer(segment.plan, segment.master.shapes, self.mesh, segment.master.placement, local)
+            segment.master = segment.master.sibling(segment.master.placement, local)
             segment.master.zero_gaps()  # to_empty promises nothing, and padding must be zero
             segment.full, segment.grad, segment.unsharded = None, None, []
             for index, param in enumerate(segment.sharded):
@@ -324,7 +323,7 @@ class Unit:
             )
             with torch.inference_mode(False):  # the first forward may be an inference, the next one is not
                 local = torch.empty(segment.plan.numel, dtype=dtype, device=master.local.device)
-                segment.full = DBuffer(segment.plan, master.shapes, self.mesh, Replicate(), local)
+                segment.full = master.sibling(Replicate(), local)
                 segment.unsharded = [self._unsharded_parameter(segment, i) for i in range(len(segment.members))]
         return segment.full
 
@@ -341,7 +340,7 @@ class Unit:
         if segment.grad_full is None:
             dtype = self.mp_policy.reduce_dtype or self._full(segment).local.dtype
             local = torch.empty(segment.plan.numel, dtype=dtype, device=segment.master.local.device)
-            segment.grad_full = DBuffer(segment.plan, segment.master.shapes, self.mesh, Partial(), local)
+            segment.grad_full = segment.master.sibling(Partial(), local)
         return segment.grad_full
 
     def _swap(self, side: str) -> None:

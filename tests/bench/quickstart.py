@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from report import Row, arguments, machine, publish
 
-LRS = (0.0025, 0.005, 0.01, 0.02, 0.04)
+LRS = (0.00125, 0.0025, 0.005, 0.01, 0.02)
 SEEDS = (0, 1, 2)
 GROUPS = {"muon": ("matrices", "rest"), "adamw": ("rest",)}  # the groups whose rule holds a learning rate of its own
 
