@@ -19,7 +19,7 @@ LEVELS = (
     {"ragged_tensor"},
     {"dbuffer"},
     {"unit"},
-    {"fsdp", "rule", "exchange", "optimizer", "grad_norm"},
+    {"fsdp", "rule", "run", "exchange", "optimizer", "grad_norm"},
     {"mesh", "checkpoint", "data", "tracking"},
     {"trainer"},
     {"train"},

@@ -53,7 +53,7 @@ class Layout:
         )
 
     def wrap(self, index: int, run: torch.Tensor) -> RaggedTensor:
-        """Returns the DTensor whose local tensor is ``run``, this rank's (stop - start,) elements of tensor ``index``."""
+        """Returns the DTensor whose local tensor is ``run``: this rank's elements of tensor ``index``."""
         key = (index, run.dtype)
         if key not in self._specs:
             self._specs[key] = from_local(run, self.mesh, [self.placement_of(index)], shape=self.shapes[index])._spec
