@@ -33,7 +33,7 @@ make_venv() {
         "$python" -m venv --clear .venv
     fi
     echo "Installing the project into .venv (torch is large: a few minutes the first time)" >&2
-    .venv/bin/python -m pip install --quiet --disable-pip-version-check \
+    .venv/bin/python -m pip install --quiet --quiet --disable-pip-version-check \
         ${TORCH_INDEX_URL:+--extra-index-url "$TORCH_INDEX_URL"} -e ".${extra:+[$extra]}"
     echo "$key" >".venv/installed-$extra"
 }

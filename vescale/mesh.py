@@ -93,25 +93,24 @@ def pick_device(kind: str) -> torch.device:
         return torch.device("cpu")
     local, ranks = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if ranks > count:
-        raise ValueError(
-            f"{ranks} ranks on this node but {count} GPUs: one rank per GPU, or trainer.device=cpu"
-        )
+        raise ValueError(f"{ranks} ranks on this node but {count} GPUs: one rank per GPU, or trainer.device=cpu")
     return torch.device("cuda", local)
 
 
-def start_processes(device: torch.device) -> None:
-    """Joins the process group (gloo on CPU, NCCL on CUDA), unless this process has one already."""
+def start_processes(device: torch.device) -> bool:
+    """Joins the process group (gloo on CPU, NCCL on CUDA); returns False if this process was in one already."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(1)  # ranks share the cores; two threads a rank on busy cores were ten times slower
     if dist.is_initialized():
-        return
+        return False
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if "MASTER_ADDR" in os.environ:
         dist.init_process_group(backend)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    return True
 
 
 def make_mesh(device: torch.device) -> DeviceMesh:

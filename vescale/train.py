@@ -62,8 +62,7 @@ class Point(NamedTuple):
     options: list[str]
 
 
-# --- composition, the ---
-# only use of Hydra
+# --- composition: the only use of Hydra ---
 
 
 def compose(argv: Sequence[str]) -> dict[str, Any]:
@@ -82,9 +81,17 @@ def compose(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def points(argv: Sequence[str]) -> list[Point]:
-    """Returns every configuration that `argv` names: one, or the points of a sweep (-m).
+    """Returns every configuration that `argv` names: one, or the points of a sweep (-m), or none if Hydra only printed
+    what was asked for (--cfg, --info).
 
-    None if Hydra only printed (--cfg, --info).
+    YAML may use two resolvers: `${by_model:{llama8b: 3e-4, ...}}`, a number tuned for the chosen model, and
+    `${part:${trainer.steps},0.04}`, a whole number that is a fraction of another.
+
+    Args:
+        argv: What follows `python -m vescale.train` on the command line.
+
+    Raises:
+        ValueError: In one line, as `compose`.
     """
     import hydra
     from hydra.core.hydra_config import HydraConfig
@@ -93,26 +100,39 @@ def points(argv: Sequence[str]) -> list[Point]:
     from omegaconf.errors import OmegaConfBaseException
 
     found: list[Point] = []
+    refused: list[Exception] = []
 
     def keep(config: DictConfig) -> None:
-        settings = HydraConfig.get()
-        if not settings.launcher._target_.endswith(".BasicLauncher"):
-            raise ValueError(
-                "hydra/launcher: each point of a sweep is a process of this machine; on a cluster submit "
-                "launch/slurm.sbatch per point"
-            )
-        plain = typing.cast(dict[str, Any], OmegaConf.to_container(config, resolve=True, throw_on_missing=True))
-        overrides = list(settings.overrides.task)
-        _name_run(plain, settings.runtime.choices.get("recipe"), overrides)
-        found.append(Point(plain, overrides, _options(settings)))
+        try:
+            found.append(_point(config, HydraConfig.get()))
+        except (ValueError, OmegaConfBaseException) as problem:  # kept from Hydra, which would print it over many lines
+            refused.append(problem)
 
     OmegaConf.register_new_resolver("by_model", _by_model, replace=True)
+    OmegaConf.register_new_resolver("part", _part, replace=True)
     with tempfile.TemporaryDirectory() as scratch, _command_line([*argv, f"hydra.sweep.dir={scratch}"]):
         try:
             hydra.main(version_base="1.3", config_path="pkg://recipes", config_name="train")(keep)()
         except (HydraException, OmegaConfBaseException) as problem:
-            raise ValueError(_explain(problem)) from problem
+            refused.append(problem)
+    if refused:
+        raise ValueError(_explain(refused[0])) from refused[0]
     return found
+
+
+def _point(config: Any, settings: Any) -> Point:  # noqa: ANN401 -- OmegaConf's containers
+    """Returns one configuration as plain values, its run named."""
+    from omegaconf import OmegaConf
+
+    if not settings.launcher._target_.endswith(".BasicLauncher"):
+        raise ValueError(
+            "hydra/launcher: the points of a sweep are processes of this machine; on a cluster, submit "
+            "launch/slurm.sbatch once per point"
+        )
+    plain = typing.cast(dict[str, Any], OmegaConf.to_container(config, resolve=True, throw_on_missing=True))
+    overrides = list(settings.overrides.task)
+    _name_run(plain, settings.runtime.choices.get("recipe"), overrides)
+    return Point(plain, overrides, _options(settings))
 
 
 @contextmanager
@@ -142,6 +162,11 @@ def _by_model(table: Mapping[str, Any]) -> Any:  # noqa: ANN401 -- numbers, most
     return table[model]
 
 
+def _part(whole: Any, fraction: float) -> Any:  # noqa: ANN401 -- whatever the user gave for it
+    """Returns `int(whole * fraction)`; what is no number comes back as it is, to be refused by the field it is for."""
+    return int(whole * fraction) if isinstance(whole, int | float) else whole
+
+
 def _options(settings: Any) -> list[str]:  # noqa: ANN401 -- Hydra's own configuration
     """Returns the options (not overrides) that the same composition needs in a new process."""
     folders = [source.path for source in settings.runtime.config_sources if source.provider == "command-line"]
@@ -152,7 +177,7 @@ def _explain(problem: Exception) -> str:
     """Returns Hydra's or OmegaConf's complaint as one line that lists what would have been right."""
     from hydra.errors import MissingConfigException, OverrideParseException
     from omegaconf import DictConfig
-    from omegaconf.errors import ConfigAttributeError, ConfigKeyError
+    from omegaconf.errors import ConfigAttributeError, ConfigKeyError, InterpolationResolutionError
 
     if isinstance(problem, MissingConfigException) and problem.options:
         group, _, name = str(problem.missing_cfg_file).rpartition("/")
@@ -163,6 +188,9 @@ def _explain(problem: Exception) -> str:
         return f"unknown key {str(cause.full_key)!r}: {_choices(str(cause.key), keys)}"
     if isinstance(problem, OverrideParseException):
         return f"cannot read {problem.override!r}: expected key=value, and quotes around values with ,[]{{}}()$\"'"
+    if isinstance(problem, InterpolationResolutionError):
+        line = str(problem).partition("\n")[0]
+        return f"{problem.full_key}: {line.partition('resolving interpolation: ')[2] or line}"
     return " ".join(str(problem).split())
 
 
@@ -183,6 +211,8 @@ def _name_run(config: dict[str, Any], recipe: str | None, overrides: Sequence[st
     """
     config["name"] = config["name"] or os.environ.get("VESCALE_RUN_ID") or default_name(recipe, overrides)
     config["run_dir"] = config["run_dir"] or f"runs/{config['name']}"
+    if config["tracking"].get("name", "") is None and "WANDB_NAME" not in os.environ:
+        config["tracking"]["name"] = config["name"]
 
 
 def default_name(recipe: str | None, overrides: Sequence[str]) -> str:
@@ -234,16 +264,15 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return out
 
 
-# ---  ---
-# from YAML to objects
+# --- from YAML to objects ---
 
 
-def resolve(node: Any, where: str) -> Any:  # noqa: ANN401 -- plain YAML in, objects out
+def resolve(node: Any, where: str = "") -> Any:  # noqa: ANN401 -- plain YAML in, objects out
     """Returns `node` with every mapping that has a `_target_` replaced by that dataclass, built from the mapping's
     other keys.
 
     Args:
-        node: Plain values of a composed configuration.
+        node: Plain values of a composed configuration, whole or a part of it.
         where: The dotted key of `node`, for messages.
 
     Raises:
@@ -258,10 +287,11 @@ def resolve(node: Any, where: str) -> Any:  # noqa: ANN401 -- plain YAML in, obj
 
 def _build(node: Any, where: str, problems: list[str]) -> Any:  # noqa: ANN401
     if isinstance(node, list):
-        return [_build(item, f"{where}[{i}]", problems) for i, item in enumerate(node)]
+        return [_build(item, f"{where}.{i}", problems) for i, item in enumerate(node)]
     if not isinstance(node, dict):
         return node
-    values = {key: _build(value, f"{where}.{key}", problems) for key, value in node.items() if key != "_target_"}
+    inside = {key: value for key, value in node.items() if key != "_target_"}
+    values = {key: _build(value, f"{where}.{key}".lstrip("."), problems) for key, value in inside.items()}
     if "_target_" not in node:
         return values
     kind = _find(node["_target_"], f"{where}._target_", problems)
@@ -299,7 +329,9 @@ def _construct(kind: Any, values: dict[str, Any], where: str, problems: list[str
     ]
     problems += [f"missing key '{where}.{name}': {kind.__name__} has no default for it" for name in needed]
     hints = _hints(kind)
-    for key in values.keys() & fields.keys() & hints.keys():
+    for key in [key for key in values if key in hints and key in fields]:
+        if values[key] is None and fields[key].default is None:  # the field's own word for "find out"
+            continue
         try:
             values[key] = fit(values[key], hints[key])
         except TypeError as problem:
@@ -331,8 +363,8 @@ def fit(value: Any, hint: Any) -> Any:  # noqa: ANN401 -- any YAML value against
     origin, arms = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return _fit_any(value, hint, arms)
-    if origin is tuple and isinstance(value, list):
-        kinds = [arms[0]] * len(value) if arms[1:] == (Ellipsis,) else arms
+    if origin in (tuple, Sequence) and isinstance(value, list):
+        kinds = [arms[0]] * len(value) if origin is Sequence or arms[1:] == (Ellipsis,) else arms
         if len(kinds) != len(value):
             raise TypeError(f"expected {len(kinds)} values, got {value!r}")
         return tuple(fit(item, kind) for item, kind in zip(value, kinds, strict=True))
@@ -382,11 +414,12 @@ def prepare(config: Mapping[str, Any]) -> Trainer:
     from vescale.rule import Rules
     from vescale.trainer import Trainer
 
-    built = {part: resolve(config[part], part) for part in ("model", "data", "parallelism", "trainer", "tracking")}
-    groups = {
-        name: (group["pattern"], resolve(group["rule"], f"optimizer.{name}.rule"))
-        for name, group in config["optimizer"].items()
-    }
+    for name, group in config["optimizer"].items():
+        if not (isinstance(group, Mapping) and group.keys() == {"pattern", "rule"}):
+            raise ValueError(f"optimizer.{name}: expected the keys pattern and rule, got {group!r}")
+    parts = ("model", "data", "parallelism", "trainer", "tracking", "optimizer")
+    built = resolve({part: config[part] for part in parts})
+    groups = {name: (group["pattern"], group["rule"]) for name, group in built.pop("optimizer").items()}
     return Trainer(**built, rules=Rules(**groups), run_dir=Path(config["run_dir"]), settings=dict(config))
 
 
@@ -436,6 +469,8 @@ def _checked(config: dict[str, Any]) -> Trainer | None:
     """Returns the trainer, or None after a dry run has printed its plan."""
     from vescale.mesh import world_size
 
+    if int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1 and "RANK" not in os.environ:
+        raise ValueError("srun started several tasks that know nothing of each other: sbatch launch/slurm.sbatch ...")
     if not config["dry_run"]:
         check_same_run(config)
     trainer = prepare(config)

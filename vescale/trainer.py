@@ -6,13 +6,16 @@ Every rank runs the same code; what rank 0 alone does (printing, metrics, the ru
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+import os
 import resource
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from vescale import checkpoint
+from vescale.collectives import same_on_every_rank
 from vescale.data import IGNORED, Batch, TextData
 from vescale.fsdp import fully_shard, preview
 from vescale.grad_norm import clip_grad_norm_
@@ -146,7 +150,6 @@ class Trainer:
     optimizer: Optimizer
     peaks: list[float]  # learning rate of each group as its rule states it; the groups hold scaled ones
     step: int  # optimizer steps completed
-    tokens: int  # labels counted by those steps, over all ranks
     tracker: Tracker | None  # on rank 0
 
     def __init__(
@@ -163,7 +166,7 @@ class Trainer:
     ) -> None:
         self.config, self.rules, self.parallelism, self.tracking = trainer, rules, parallelism, tracking
         self.model_config, self.data_config, self.run_dir, self.settings = model, data, run_dir, settings
-        self.step, self.tokens, self.tracker, self.lead = 0, 0, None, rank_of_job() == 0
+        self.step, self.tracker, self.lead = 0, None, rank_of_job() == 0
         self.device = pick_device(trainer.device)
         with torch.device("meta"):
             self.model = model.build()
@@ -215,21 +218,20 @@ class Trainer:
 
         Returns:
             The validation loss, in nats per token.
+
+        Raises:
+            RuntimeError: On every rank, if a loss or a gradient is not finite; the checkpoints are of steps before.
         """
         self._start()
         self._resume()
-        with self._progress() as advance:
-            while self.step < self.config.steps:
-                loss, norm = self.train_step()
-                self.step += 1
-                advance()
-                if self._due(self.config.log_every):
-                    self._log(loss, norm)
-                if self._due(self.config.eval_every) and self.step < self.config.steps:
-                    self._record({"validation_loss": self.evaluate()})
-                if self._due(self.config.save_every) and self.step < self.config.steps:
-                    self._save()
-        return self._finish()
+        with self._tracked():
+            with self._progress() as advance:
+                while self.step < self.config.steps:
+                    loss, norm = self.train_step()
+                    self.step += 1
+                    advance()
+                    self._look(loss, norm)
+            return self._finish()
 
     def train_step(self) -> tuple[Tensor, Tensor]:
         """Takes one optimizer step.
@@ -268,8 +270,10 @@ class Trainer:
 
     def _start(self) -> None:
         """Joins the ranks, shards the model, and fills it with the seed's weights."""
-        start_processes(self.device)
+        self._joined = start_processes(self.device)
         mesh = make_mesh(self.device)
+        digest = hashlib.sha256(json.dumps(self.settings, sort_keys=True).encode()).hexdigest()
+        same_on_every_rank(digest, what="the configuration", group=mesh.get_group())
         self._shard(mesh=mesh)
         self.model.to_empty(device=self.device)
         torch.manual_seed(self.config.seed)
@@ -302,8 +306,7 @@ class Trainer:
             self._tokens_then = extra["tokens"]
         if not self.lead:
             return
-        self.run_dir.mkdir(parents=True, exist_ok=True)
-        (self.run_dir / "config.json").write_text(json.dumps(self.settings, indent=1))
+        self._write_settings()
         first = self.step + 1 if path is not None else 0
         self.tracker = self.tracking.open(
             self.run_dir, config=self.settings, first_step=first, id=extra.get("tracking_id")
@@ -314,22 +317,32 @@ class Trainer:
         )
         print(f"metrics: {self.tracker.path}; {self.tracker.where}")
         if path is not None:
-            print(f"continuing at step {self.step} from {path}", flush=True)
+            done = self.step >= self.config.steps
+            print(f"complete: {path}; train again under another name=..." if done else f"continuing {path}", flush=True)
+
+    def _write_settings(self) -> None:
+        """Keeps the configuration beside the run; a kill leaves the old file or the new one."""
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        fresh = self.run_dir / "config.json.new"
+        fresh.write_text(json.dumps(self.settings, indent=1))
+        fresh.replace(self.run_dir / "config.json")
 
     def _finish(self) -> float:
         """Evaluates and saves, says where things are, and leaves."""
         loss = self.evaluate()
         if not (self.checkpoints / self._name()).exists():
             self._record({"validation_loss": loss})
-            self._save()
-        if self.lead and self.tracker is not None:
-            self.tracker.finish()
+            self._save(torch.tensor(loss))
+        if self.tracker is not None:
             print(f"validation loss {loss:.4f} nats per token after {self.step} steps; run folder {self.run_dir}")
-            print("next:\n  " + "\n  ".join(NEXT), flush=True)
-        dist.destroy_process_group()
+            print("next:\n  " + "\n  ".join(f"{_python()} -m vescale.train {words}" for words in NEXT), flush=True)
+        if self._joined:
+            dist.destroy_process_group()
         return loss
 
-    def _save(self) -> None:
+    def _save(self, *numbers: Tensor) -> None:
+        """Writes a checkpoint, unless one of the step's ``numbers`` is not finite: the weights would not be either."""
+        self._require_finite(*numbers)
         extra = {"step": self.step, "tokens": int(self._counted), "data": self.data.describe()}
         extra["tracking_id"] = self.tracker.id if self.tracker is not None else None
         folder = self.checkpoints / self._name()
@@ -340,8 +353,24 @@ class Trainer:
 
     # --- looking ---
 
+    def _look(self, loss: Tensor, norm: Tensor) -> None:
+        """Logs, evaluates and saves when it is time to; after the last step, ``_finish`` evaluates and saves."""
+        if self._due(self.config.log_every):
+            self._log(loss, norm)
+        if self.step == self.config.steps:
+            return
+        if self._due(self.config.eval_every):
+            self._record({"validation_loss": self.evaluate()})
+        if self._due(self.config.save_every):
+            self._save(loss, norm)
+
     def _due(self, every: int) -> bool:
         return self.step % every == 0
+
+    def _require_finite(self, *numbers: Tensor) -> None:
+        if not all(math.isfinite(number) for number in numbers):
+            words = " and ".join(f"{float(number)}" for number in numbers)
+            raise RuntimeError(f"step {self.step}: expected finite loss and gradient norm, got {words}; not saved")
 
     def _log(self, loss: Tensor, norm: Tensor) -> None:
         """Reads the device, once per interval: prints a line and records it."""
@@ -352,10 +381,12 @@ class Trainer:
         memory = _peak_memory(self.device)
         row = {"loss": loss.item(), "grad_norm": norm.item(), "tokens_per_second": rate, "memory_gib": memory / 2**30}
         self._record(row | rates)
+        self._require_finite(loss, norm)
         if self.lead:
+            lr = "/".join(f"{rate:.2g}" for rate in dict.fromkeys(rates.values()))
             print(
                 f"step {self.step}/{self.config.steps}  loss {row['loss']:.4f}  grad norm {row['grad_norm']:.3f}  "
-                f"{rate:,.0f} tokens/s  memory {row['memory_gib']:.2f} GiB",
+                f"lr {lr}  {rate:,.0f} tokens/s  memory {row['memory_gib']:.2f} GiB",
                 flush=True,
             )
 
@@ -365,6 +396,12 @@ class Trainer:
             self.tracker.log(metrics, step=self.step, tokens=tokens)
         if self.lead and "validation_loss" in metrics:
             print(f"step {self.step}/{self.config.steps}  validation loss {metrics['validation_loss']:.4f}", flush=True)
+
+    @contextmanager
+    def _tracked(self) -> Iterator[None]:
+        """Ends the tracker when the run ends, as failed after an exception."""
+        with self.tracker or nullcontext():
+            yield
 
     @contextmanager
     def _progress(self) -> Iterator[Callable[[], None]]:
@@ -436,10 +473,16 @@ class Trainer:
 
 # What a quickstart may go on with.
 NEXT = (
-    "python -m vescale.train recipe=llama_debug_muon optimizer=adamw",
-    "python -m vescale.train recipe=llama70b_muon dry_run=true world_size=256",
-    "python -m vescale.train -m optimizer=muon,adamw trainer.steps=50",
+    "recipe=llama_debug_muon optimizer=adamw",
+    "recipe=llama70b_muon dry_run=true world_size=256",
+    "-m optimizer=muon,adamw trainer.steps=50",
 )
+
+
+def _python() -> str:
+    """This interpreter as somebody in this folder would type it."""
+    found = Path(shutil.which("python") or "").absolute()
+    return "python" if found == Path(sys.executable) else os.path.relpath(sys.executable)
 
 
 def _plan_lines(plans: Sequence[tuple[str, tuple[SegmentPlan, ...]]]) -> list[str]:

@@ -1,0 +1,133 @@
+"""The shell scripts: what they install, once, and the commands they start. Stand-ins install nothing for real."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# Stands for python3: notes how it was called; `-m venv` copies it, as a virtual environment's interpreter would be.
+PYTHON = """#!/usr/bin/env bash
+echo "$*" >>"$CALLS"
+case "$*" in
+*"import ensurepip"*) exit "${NO_VENV:-0}" ;;
+*"sys.version_info"*) exit "${TOO_OLD:-0}" ;;
+"-m venv"*) mkdir -p "${@: -1}/bin" && cp "$0" "${@: -1}/bin/python" ;;
+"-m pip"*) exit "${NO_PIP:-0}" ;;
+esac
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A checkout with the scripts alone, and a folder of stand-ins for the machine's programs."""
+    folder = tmp_path / "a checkout"
+    shutil.copytree(ROOT / "launch", folder / "launch")
+    shutil.copytree(ROOT / ".ci", folder / ".ci")
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    for name in ("python3", "python3.11", "python3.12", "python3.13", "python3.14"):
+        _program(tmp_path / "bin" / name, PYTHON)
+    return folder
+
+
+def _program(path: Path, text: str) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+def _bash(checkout: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs a script of the checkout from another folder."""
+    path = f"{checkout.parent / 'bin'}:/usr/bin:/bin"
+    env = {"PATH": path, "CALLS": str(checkout.parent / "calls"), "HOME": os.environ.get("HOME", "/"), **environment}
+    script = [str(checkout / words[0]), *words[1:]]
+    return subprocess.run(["bash", *script], capture_output=True, text=True, env=env, cwd=checkout.parent)
+
+
+def _calls(checkout: Path) -> list[str]:
+    """The calls of the stand-in since this was last asked."""
+    file = checkout.parent / "calls"
+    lines = file.read_text().splitlines() if file.exists() else []
+    file.unlink(missing_ok=True)
+    return [line for line in lines if line.startswith("-m")]
+
+
+def test_the_first_call_installs_and_the_second_does_not(checkout: Path) -> None:
+    first = _bash(checkout, "launch/quickstart.sh", "trainer.steps=5", "name=a b", TORCH_INDEX_URL="file:///index")
+    assert first.returncode == 0, first.stderr
+    venv, install, command = _calls(checkout)
+    assert venv == "-m venv --clear .venv"
+    assert install.startswith("-m pip install --quiet") and install.endswith("--extra-index-url file:///index -e .")
+    assert command == (
+        "-m torch.distributed.run --standalone --nproc-per-node 2 -m vescale.train recipe=llama_debug_muon "
+        "trainer.steps=5 name=a b"
+    )
+    second = _bash(checkout, "launch/quickstart.sh")
+    assert second.returncode == 0 and second.stderr == ""
+    assert len(_calls(checkout)) == 1
+
+
+def test_a_changed_project_or_a_broken_installation_is_installed_again(checkout: Path) -> None:
+    assert _bash(checkout, "launch/quickstart.sh", NO_PIP="1").returncode == 1
+    assert len(_calls(checkout)) == 2  # it stopped at the failure
+    assert _bash(checkout, "launch/quickstart.sh").returncode == 0
+    assert [call.split()[1] for call in _calls(checkout)] == ["pip", "torch.distributed.run"]
+    with (checkout / "pyproject.toml").open("a") as file:
+        file.write("# changed\n")
+    assert _bash(checkout, "launch/quickstart.sh").returncode == 0
+    assert [call.split()[1] for call in _calls(checkout)] == ["pip", "torch.distributed.run"]
+
+
+def test_the_suite_runs_in_the_same_environment(checkout: Path) -> None:
+    assert _bash(checkout, "launch/quickstart.sh").returncode == 0
+    for tool in ("ruff", "mypy"):
+        _program(checkout / ".venv" / "bin" / tool, f'#!/usr/bin/env bash\necho "-m {tool} $*" >>"$CALLS"\n')
+    _calls(checkout)
+    assert _bash(checkout, ".ci/run").returncode == 0
+    install, ruff, mypy, pytest_ = _calls(checkout)
+    assert install.endswith("-e .[test]")
+    assert (ruff, mypy.strip(), pytest_) == ("-m ruff check .", "-m mypy", "-m pytest")
+    assert _bash(checkout, "launch/quickstart.sh").returncode == 0  # an installation with tests has the project
+    assert len(_calls(checkout)) == 1
+
+
+def test_what_is_missing_is_said_with_the_command_that_brings_it(checkout: Path) -> None:
+    without = _bash(checkout, "launch/quickstart.sh", NO_VENV="1")
+    assert without.returncode == 1
+    assert without.stderr == "python3-venv is missing: sudo apt-get install -y python3-venv\n"
+    old = _bash(checkout, "launch/test.sh", TOO_OLD="1")
+    assert old.returncode == 1
+    assert old.stderr.startswith("Python 3.11 or newer is needed: sudo apt-get install -y python3 python3-venv")
+    assert not (checkout / ".venv").exists()
+
+
+def test_torchrun_meets_at_node_0(checkout: Path) -> None:
+    one = _bash(checkout, "launch/torchrun.sh", "recipe=llama8b_muon", DRY_RUN="1", PYTHON="py")
+    command = "py -m torch.distributed.run --standalone --nproc-per-node gpu -m vescale.train recipe=llama8b_muon"
+    assert one.stdout.strip() == command
+    nodes = {"NNODES": "4", "NODE_RANK": "3", "MASTER_ADDR": "node0", "NPROC": "8", "DRY_RUN": "1"}
+    many = _bash(checkout, "launch/torchrun.sh", "recipe=llama8b_muon", **nodes)
+    assert "--nnodes 4 --node-rank 3 --master-addr node0 --master-port 29500 --nproc-per-node 8" in many.stdout
+    lost = _bash(checkout, "launch/torchrun.sh", NNODES="4", DRY_RUN="1")
+    assert lost.returncode != 0 and "set MASTER_ADDR" in lost.stderr
+
+
+def test_slurm_starts_one_torchrun_per_node(checkout: Path) -> None:
+    _program(checkout.parent / "bin" / "scontrol", '#!/usr/bin/env bash\nprintf "gpu07\\ngpu08\\n"\n')
+    job = {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "gpu[07-08]", "SLURM_JOB_ID": "4711"}
+    job |= {"SLURM_GPUS_ON_NODE": "8", "SLURM_SUBMIT_DIR": str(checkout), "DRY_RUN": "1", "PYTHON": "py"}
+    done = _bash(checkout, "launch/slurm.sbatch", "recipe=llama70b_muon", **job)
+    assert done.returncode == 0, done.stderr
+    for part in (
+        "srun --nodes 2 --ntasks 2 --ntasks-per-node 1",
+        "py -m torch.distributed.run --nnodes 2 --nproc-per-node 8",
+        "--rdzv-id 4711 --rdzv-backend c10d --rdzv-endpoint gpu07:29500",
+        "-m vescale.train recipe=llama70b_muon",
+    ):
+        assert part in done.stdout
+    outside = _bash(checkout, "launch/slurm.sbatch")
+    assert outside.returncode != 0 and "not in a Slurm job" in outside.stderr

@@ -1,0 +1,327 @@
+"""The command: what it composes, where a run lives, how it refuses, and that a killed run goes on bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from vescale import train
+from vescale.tracking import read_metrics
+
+ROOT = Path(__file__).parents[2]
+TINY = [
+    *("model.hidden_size=32", "model.intermediate_size=64", "model.num_hidden_layers=2", "data.seq_len=16"),
+    *("trainer.log_every=1", "trainer.eval_every=4", "trainer.eval_sequences=5", "trainer.save_every=4"),
+    *("trainer.steps=12", "trainer.device=cpu", "tracking.mode=disabled"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test runs in an empty folder, as no rank of any job."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "VESCALE_RUN_ID", "WANDB_NAME", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+
+
+# --- composition ---
+
+
+def _rates(argv: list[str]) -> dict[str, float]:
+    return {name: group["rule"]["lr"] for name, group in train.compose(argv)["optimizer"].items()}
+
+
+def test_another_optimizer_brings_its_own_numbers() -> None:
+    adamw = _rates(["recipe=llama_debug_muon", "optimizer=adamw"])
+    assert "matrices" not in adamw and adamw == _rates(["recipe=llama_debug_adamw"])
+    assert _rates(["recipe=llama70b_muon"])["matrices"] == 1.5e-4  # tuned for the model, not for the debug one
+    assert _rates(["recipe=llama70b_muon", "model=llama8b", "optimizer=adamw"])["rest"] == 3e-4
+
+
+def test_the_command_line_wins_over_the_recipe() -> None:
+    config = train.compose(["recipe=llama70b_muon", "optimizer.rest.rule.lr=0.5", "trainer.steps=3"])
+    assert config["optimizer"]["rest"]["rule"]["lr"] == config["optimizer"]["norms"]["rule"]["lr"] == 0.5
+    assert config["trainer"]["steps"] == config["trainer"]["schedule"]["total_steps"] == 3
+    assert config["trainer"]["schedule"]["warmup_steps"] == 0  # a part of the steps: a short run has no long warm-up
+
+
+def _user_folder(lr: str) -> str:
+    Path("mine/recipe").mkdir(parents=True)
+    Path("mine/model").mkdir()
+    Path("mine/model/small.yaml").write_text("defaults: [llama_debug, _self_]\nnum_hidden_layers: 1\n")
+    Path("mine/recipe/mine.yaml").write_text(
+        "# @package _global_\ndefaults: [llama_debug_muon, override /model: small, _self_]\n"
+        f"{lr}trainer: {{steps: 7}}\n"
+    )
+    return "--config-dir=mine"
+
+
+def test_a_users_recipe_extends_ours() -> None:
+    lr = "optimizer: {matrices: {rule: {lr: 0.1}}, rest: {rule: {lr: 0.2}}}\n"
+    config = train.compose([_user_folder(lr), "recipe=mine"])
+    assert (config["model"]["num_hidden_layers"], config["model"]["hidden_size"]) == (1, 128)
+    assert (config["trainer"]["steps"], config["name"]) == (7, "mine")
+
+
+def test_a_model_without_a_tuned_number_asks_for_one() -> None:
+    with pytest.raises(
+        ValueError, match=r"optimizer.matrices.rule.lr: no number tuned for model=small \(tuned for: ll"
+    ):
+        train.compose([_user_folder(""), "recipe=mine"])
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (
+            ["recipe=llama_debug_moun"],
+            "unknown recipe 'llama_debug_moun': choose from llama70b_muon, .* did you mean ll",
+        ),
+        (["optimizer=sgd"], "unknown optimizer 'sgd': choose from adamw, muon"),
+        (["optimzer=adamw"], "unknown key 'optimzer': choose from .*did you mean optimizer?"),
+        (
+            ["optimizer.matrices.rule.lrr=1"],
+            "unknown key 'optimizer.matrices.rule.lrr': choose from .*momentum.*mean lr?",
+        ),
+        (["trainer.steps"], "cannot read 'trainer.steps': expected key=value"),
+        (["--config-dir=nowhere"], "nowhere' not found"),
+        (["data.path=${data.pth}"], "data.path: Interpolation key 'data.pth' not found"),
+        (["-m", "seed=1,2"], "unknown key 'seed'"),
+        (["-m", "trainer.seed=1,2"], "expected one configuration, got 2"),
+    ],
+)
+def test_a_mistyped_word_is_answered_with_the_right_ones(argv: list[str], line: str) -> None:
+    with pytest.raises(ValueError, match=line) as caught:
+        train.compose(argv)
+    assert "\n" not in str(caught.value)
+
+
+def test_looking_at_a_configuration_needs_no_torch_and_leaves_no_file(tmp_path: Path) -> None:
+    code = (
+        "import sys; from vescale.train import main; codes = [main(['--cfg', 'job']), main(['recipe=nope'])]; "
+        "assert codes == [0, 2], codes; assert not {'torch', 'wandb'} & {*sys.modules}"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=_environment())
+    assert done.returncode == 0, done.stderr
+    assert "hidden_size: 128" in done.stdout and done.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+# --- sweeps ---
+
+
+def test_each_point_of_a_sweep_is_a_process_with_a_run_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr(subprocess, "call", lambda command: started.append(command) or len(started) - 1)
+    folder = _user_folder("")
+    code = train.main([folder, "-m", "recipe=llama_debug_muon", "optimizer=adamw,muon", "optimizer.rest.rule.lr=1,2"])
+    assert code == 3  # the worst of 0, 1, 2, 3: the others ran all the same
+    names = {train.compose(command[3:])["name"] for command in started}
+    assert [command[:3] for command in started] == [[sys.executable, "-m", "vescale.train"]] * 4
+    assert len(names) == 4 and "llama_debug_muon,optimizer.rest.rule.lr=1,optimizer=adamw" in names
+    assert all(f"--config-dir={Path('mine').absolute()}" in command for command in started)
+
+
+def test_a_sweep_is_refused_under_torchrun_and_in_one_folder(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    assert train.main(["-m", "trainer.seed=1,2", "name=same"]) == 2
+    assert "the points of a sweep would share the folder runs/same" in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "0")
+    assert train.main(["-m", "trainer.seed=1,2"]) == 2
+    assert "-m cannot run under torchrun" in capsys.readouterr().err
+
+
+# --- the run's folder ---
+
+
+def test_a_run_is_named_by_what_changes_its_numbers() -> None:
+    name = train.default_name("r", ["+b.c=1", "recipe=r", "a=x/y", "tracking.mode=disabled", "trainer.log_every=1"])
+    assert name == "r,a=x_y,b.c=1"
+    assert name == train.default_name("r", ["a=x/y", "b.c=1"])
+    long = [train.default_name("r", [f"data.path={'x' * 300}{end}"]) for end in "ab"]
+    assert len({*long}) == 2 and all(len(n) == train.LONGEST_NAME for n in long)
+
+
+def test_a_name_may_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert train.compose(["trainer.seed=3"])["run_dir"] == "runs/llama_debug_muon,trainer.seed=3"
+    monkeypatch.setenv("VESCALE_RUN_ID", "job-17")
+    assert train.compose(["trainer.seed=3"])["run_dir"] == "runs/job-17"
+    config = train.compose(["name=mine"])
+    assert (config["run_dir"], config["tracking"]["name"]) == ("runs/mine", "mine")
+    assert train.compose(["run_dir=/x/y", "tracking.name=shown"])["tracking"]["name"] == "shown"
+
+
+def test_a_folder_keeps_to_one_configuration() -> None:
+    config = train.compose(["name=a"])
+    Path("runs/a").mkdir(parents=True)
+    Path("runs/a/config.json").write_text(json.dumps(config))
+    train.check_same_run(
+        train.compose(["name=a", "trainer.log_every=3", "tracking.mode=disabled", "parallelism.zero=2"])
+    )
+    with pytest.raises(ValueError, match="lr was 0.02, now 0.5; trainer.seed was 0, now 9; give this run its own name"):
+        train.check_same_run(train.compose(["name=a", "optimizer.matrices.rule.lr=0.5", "trainer.seed=9"]))
+    with pytest.raises(ValueError, match="trainer.schedule.total_steps was 250, now 500"):  # it moves every later lr
+        train.check_same_run(train.compose(["name=a", "trainer.steps=500", "trainer.schedule.warmup_steps=10"]))
+    train.check_same_run(
+        train.compose(
+            ["name=a", "trainer.steps=500", "trainer.schedule.total_steps=250", "trainer.schedule.warmup_steps=10"]
+        )
+    )
+
+
+# --- from YAML to objects ---
+
+
+def test_values_become_what_the_fields_say() -> None:
+    muon = train.resolve({"_target_": "optimizers.Muon", "lr": 1, "ns_dtype": "float32"})
+    adamw = train.resolve([{"_target_": "optimizers.AdamW", "betas": [0, 0.5]}])[0]
+    assert (muon.lr, muon.ns_dtype, adamw.betas) == (1, torch.float32, (0.0, 0.5))
+    config = train.resolve(train.compose([])["trainer"], "trainer")
+    assert config.schedule.scale(10) == 1.0 and config.micro_batch is None
+
+
+def test_every_wrong_value_is_named_at_once() -> None:
+    rule = {"_target_": "optimizers.Muon", "lrr": 1, "ns_dtype": "float33", "nesterov": 1}
+    trainer = {"_target_": "vescale.trainer.TrainerConfig", "steps": "many", "global_batch": 8}
+    with pytest.raises(ValueError) as caught:
+        train.resolve(
+            {"a": rule, "trainer": trainer, "b": {"_target_": "optimizers.Moun"}, "c": {"_target_": "no.Such"}}
+        )
+    for part in (
+        "unknown key 'a.lrr': Muon: choose from",
+        "a.ns_dtype: expected dtype, got 'float33'",
+        "a.nesterov: expected bool, got 1",
+        "missing key 'trainer.schedule': TrainerConfig has no default for it",
+        "trainer.steps: expected int, got 'many'",
+        "b._target_: no dataclass 'Moun' in optimizers: choose from AdamW, Constant, Linear, Muon",
+        "did you mean Muon?",
+        "c._target_: no module 'no' to take 'no.Such' from",
+    ):
+        assert part in str(caught.value)
+    with pytest.raises(ValueError, match="x.y: Muon: momentum: expected a number in"):
+        train.resolve({"y": {"_target_": "optimizers.Muon", "momentum": 2.0}}, "x")
+
+
+# --- refusals of the command ---
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (["trainer.global_batch=7"], "trainer.global_batch=7 does not divide over 2 ranks"),
+        (["trainer.micro_batch=3"], "trainer.micro_batch=3 does not divide the 4 sequences of a rank"),
+        (["data.path=missing.txt"], "data: path: 'missing.txt' is no file"),
+        (
+            ["optimizer.matrices.pattern=*_porj.weight"],
+            "pattern '[*]_porj.weight' of group matrices matches no parameter",
+        ),
+        (["+optimizer.extra.pattern=x"], "optimizer.extra: expected the keys pattern and rule"),
+        (["model.hidden_size=30"], "hidden_size: expected a multiple of num_attention_heads = 4, got 30"),
+        (["model.vocab_size=100"], "model.vocab_size=100, but the data have 320 ids"),
+        (["data.seq_len=2048"], "data.seq_len=2048 exceeds model.max_position_embeddings=1024"),
+        (["parallelism.dp_shard=3"], "parallelism.dp_shard=3 does not divide 2 ranks"),
+        (["trainer.device=tpu"], "trainer.device: expected auto, cpu or cuda, got 'tpu'"),
+    ],
+)
+def test_bad_input_gets_one_line_and_exit_code_2_before_anything_starts(
+    argv: list[str], line: str, monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert train.main(argv) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.startswith("vescale.train: ") and printed.err.count("\n") == 1
+    assert re.search(line, printed.err), printed.err
+    assert not dist.is_initialized() and list(tmp_path.iterdir()) == []
+
+
+def test_tasks_of_srun_that_know_no_ranks_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    assert train.main([]) == 2
+    assert "sbatch launch/slurm.sbatch" in capsys.readouterr().err
+
+
+def test_rank_0_speaks_first(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(time, "sleep", waited.append)
+    for rank in ("0", "3"):
+        monkeypatch.setenv("RANK", rank)
+        assert train.main(["recipe=nope"]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("vescale.train: unknown recipe") and second.startswith("vescale.train: rank 3: unknown")
+    assert waited == [5]  # long enough for torchrun to end the others after rank 0
+
+
+def test_a_dry_run_plans_70b_without_its_weights(capsys: Any, tmp_path: Path) -> None:
+    assert train.main(["recipe=llama70b_muon", "dry_run=true", "world_size=64"]) == 0
+    printed = capsys.readouterr().out
+    assert "70,553,706,496 parameters" in printed and "matrices  Muon   560" in printed
+    assert "80 x unit like model.layers.0" in printed and "64 ranks x" in printed
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- a run ---
+
+
+def _run(argv: list[str]) -> None:
+    assert train.main(argv) == 0
+
+
+def _rows(folder: Path) -> list[dict[str, Any]]:
+    measured = ("tokens_per_second", "memory_gib")
+    return [{k: v for k, v in row.items() if k not in measured} for row in read_metrics(folder / "metrics.jsonl")]
+
+
+def test_a_killed_run_goes_on_bit_for_bit(pool: Any, tmp_path: Path, capsys: Any) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    pool(2).run(_run, [*TINY, f"run_dir={whole}"])
+    argv = ["--standalone", "--nproc-per-node=2", "-m", "vescale.train", *TINY, f"run_dir={killed}"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", *argv],
+        env=_environment(),
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    ) as process:
+        _wait_for(lambda: (killed / "checkpoints" / "step_00000004").exists(), process)
+        os.killpg(process.pid, signal.SIGKILL)
+    left = _rows(killed)
+    assert 4 <= left[-1]["step"] < 12
+    pool(2).run(_run, [*TINY, f"run_dir={killed}"])
+    assert _rows(killed) == _rows(whole)
+    assert [row["step"] for row in _rows(whole) if "validation_loss" in row] == [4, 8, 12]
+    pool(2).run(_run, [*TINY, f"run_dir={whole}"])  # nothing is left to do, and nothing is written
+    assert _rows(killed) == _rows(whole)
+    assert sorted(path.name for path in (whole / "checkpoints").iterdir()) == ["step_00000008", "step_00000012"]
+    _refuses_when_damaged(whole, capsys)
+
+
+def _wait_for(condition: Any, process: subprocess.Popen[Any]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert process.poll() is None and time.monotonic() < end
+        time.sleep(0.002)
+
+
+def _refuses_when_damaged(run_dir: Path, capsys: Any) -> None:
+    file = next((run_dir / "checkpoints" / "step_00000012").glob("*.distcp"))
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    capsys.readouterr()
+    assert train.main([*TINY, f"run_dir={run_dir}"]) == 2
+    error = capsys.readouterr().err
+    assert "step_00000012 is corrupt: checksum of" in error and error.count("\n") == 1
+    assert not dist.is_initialized()
