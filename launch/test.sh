@@ -8,5 +8,6 @@ source launch/venv.sh
 make_venv test
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # the suite starts many ranks on few cores
 .venv/bin/ruff check .
+.venv/bin/ruff format --check --quiet .
 .venv/bin/mypy
 exec .venv/bin/python -m pytest "$@"
