@@ -57,8 +57,7 @@ class RaggedTensor(DTensor):
     def __init__(self, local: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool = False) -> None:
         super().__init__()
 
-    # --- what it is
-    # -------------------------------------------------------------------------------------------------------------
+    # --- what it is ---
 
     @property
     def ragged_axis(self) -> int:
@@ -84,8 +83,7 @@ class RaggedTensor(DTensor):
         what = f"shape={tuple(self.shape)}, dtype={self.dtype}, run={self.run}, placements={self.placements}"
         return f"RaggedTensor({what}, local={self._local_tensor})"
 
-    # --- changes of cut
-    # ---------------------------------------------------------------------------------------------------------
+    # --- changes of cut ---
 
     def redistribute(
         self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **options: Any
@@ -127,8 +125,7 @@ class RaggedTensor(DTensor):
             return self._local_tensor
         return _ToLocal.apply(self)
 
-    # --- what stock helpers ask
-    # -------------------------------------------------------------------------------------------------
+    # --- what stock helpers ask ---
 
     @staticmethod
     def __tensor_unflatten__(
@@ -182,8 +179,7 @@ class RaggedTensor(DTensor):
                 return self._local_tensor[at : at + numel].view(box.sizes)
         raise ValueError(f"{index.fqn}: this rank holds elements {self.run} and no piece that begins at {index.offset}")
 
-    # --- operators
-    # --------------------------------------------------------------------------------------------------------------
+    # --- operators ---
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -290,8 +286,7 @@ def _copy_whole(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = F
     return self
 
 
-# --- full reductions
-# --------------------------------------------------------------------------------------------------------------
+# --- full reductions ---
 
 
 def _reduced(value: torch.Tensor, like: RaggedTensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
@@ -399,8 +394,7 @@ _REDUCTIONS: dict[Any, Callable[..., Any]] = {
 }
 
 
-# --- making one, and changing its cut
-# ---------------------------------------------------------------------------------------------
+# --- making one, and changing its cut ---
 
 
 def from_local(

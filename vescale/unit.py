@@ -110,8 +110,7 @@ class Unit:
         """Every module attribute that is one of this unit's parameters."""
         return [home for segment in self.segments for member in segment.members for home in member.homes]
 
-    # --- the three changes of cut
-    # -----------------------------------------------------------------------------------------------
+    # --- the three changes of cut ---
 
     @property
     def unsharded(self) -> bool:
@@ -190,8 +189,7 @@ class Unit:
                 param.grad = None
         self.reshard()
 
-    # --- gradients
-    # --------------------------------------------------------------------------------------------------------------
+    # --- gradients ---
 
     def _write(self, segment: Segment, index: int) -> Callable[[torch.Tensor], None]:
         """The post-accumulate hook of one unsharded parameter: its gradient goes to its slot, by one copy."""
@@ -224,8 +222,7 @@ class Unit:
             for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values():
                 hook(param)
 
-    # --- aliases
-    # ----------------------------------------------------------------------------------------------------------------
+    # --- aliases ---
 
     def realias(self) -> None:
         """Makes parameters and gradients lie in their shards again, whatever was assigned to them meanwhile.
@@ -273,8 +270,7 @@ class Unit:
         _copy_in(expected, grad, param, f"{segment.members[index].name}.grad is")  # type: ignore[arg-type]
         param.grad = segment.grad.tensor(index)
 
-    # --- building
-    # ---------------------------------------------------------------------------------------------------------------
+    # --- building ---
 
     def _segment(self, plan: SegmentPlan, members: Sequence[Member]) -> Segment:
         by_name = {member.name: member for member in members}
