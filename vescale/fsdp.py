@@ -449,6 +449,17 @@ class FSDPModule:
             state.unit.realias()
         return result
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Refuses: a copy would share the process groups and the hooks of this module.
+
+        Raises:
+            NotImplementedError: Always.
+        """
+        raise NotImplementedError(
+            "copy.deepcopy of a sharded module: build the second model, call fully_shard on it alike, and copy by "
+            "load_state_dict(model.state_dict())"
+        )
+
     def _states(self, recurse: bool) -> Iterable[ShardState]:
         self._vescale_state.commit()
         if not recurse:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -68,8 +70,16 @@ class ParallelismConfig:
 
 
 def world_size() -> int:
-    """Returns the number of ranks, also before there is a process group: torchrun says it in the environment."""
-    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    """Returns the number of ranks, also before there is a process group: torchrun says it in the environment.
+
+    Raises:
+        ValueError: If srun started several tasks that would each train alone.
+    """
+    if dist.is_initialized():
+        return dist.get_world_size()
+    if int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1 and "RANK" not in os.environ:
+        raise ValueError("srun started several tasks that know nothing of each other: sbatch launch/slurm.sbatch ...")
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def rank_of_job() -> int:
@@ -97,20 +107,32 @@ def pick_device(kind: str) -> torch.device:
     return torch.device("cuda", local)
 
 
-def start_processes(device: torch.device) -> bool:
-    """Joins the process group (gloo on CPU, NCCL on CUDA); returns False if this process was in one already."""
+@contextmanager
+def process_group(device: torch.device) -> Iterator[None]:
+    """Joins the process group (gloo on CPU, NCCL on CUDA) and leaves it at the end; one that was there already stays.
+
+    After an exception the connections are cut, so that the other ranks fail too instead of waiting for this one.
+    """
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(1)  # ranks share the cores; two threads a rank on busy cores were ten times slower
     if dist.is_initialized():
-        return False
+        yield
+        return
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    if "MASTER_ADDR" in os.environ:
+    if "RANK" in os.environ:
         dist.init_process_group(backend)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    return True
+    try:
+        yield
+    except BaseException:
+        if dist.group.WORLD is not None:
+            dist.group.WORLD.abort()
+        raise
+    finally:
+        dist.destroy_process_group()
 
 
 def make_mesh(device: torch.device) -> DeviceMesh:

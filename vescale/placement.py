@@ -98,14 +98,12 @@ class RaggedShard(Placement):
             shard_size: Elements of one rank's shard.
             num_ranks: Ranks that share the buffer.
         """
-        numel = math.prod(shape)
-        for depth in range(1, len(shape) + 1):
-            unit = math.prod(shape[depth:])
-            if depth == len(shape) or _whole(offset, shard_size, num_ranks, numel, unit):
-                return cls(
-                    range(depth), Slot(offset, shard_size, max(unit, 1), numel // max(unit, 1)), num_ranks=num_ranks
-                )
-        return cls((), Slot(offset, shard_size, 1, numel), num_ranks=num_ranks)
+        numel, depth = math.prod(shape), len(shape)
+        units = [math.prod(shape[d:]) for d in range(1, depth)] if numel else []
+        for prefix, unit in enumerate(units, start=1):
+            if _whole(offset, shard_size, num_ranks, numel, unit):
+                return cls(range(prefix), Slot(offset, shard_size, unit, numel // unit), num_ranks=num_ranks)
+        return cls(range(depth), Slot(offset, shard_size, 1, numel), num_ranks=num_ranks)
 
     @property
     def local_units(self) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import hashlib
 import importlib
+import io
 import json
 import os
 import subprocess
@@ -19,8 +20,8 @@ import tempfile
 import time
 import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -50,6 +51,7 @@ SPREADING: tuple[str, ...] = (
     "parallelism.reshard_after_forward",
     "parallelism.max_padding",
 )
+BROKEN = object()  # stands for what could not be built and has been complained about
 # Characters of a run's name before it is cut and told apart by a hash; most file systems stop at 255.
 LONGEST_NAME = 120
 
@@ -120,7 +122,7 @@ def points(argv: Sequence[str]) -> list[Point]:
     return found
 
 
-def _point(config: Any, settings: Any) -> Point:  # noqa: ANN401 -- OmegaConf's containers
+def _point(config: Any, settings: Any) -> Point:  # OmegaConf's containers
     """Returns one configuration as plain values, its run named."""
     from omegaconf import OmegaConf
 
@@ -136,18 +138,28 @@ def _point(config: Any, settings: Any) -> Point:  # noqa: ANN401 -- OmegaConf's 
 
 
 @contextmanager
-def _command_line(argv: Sequence[str]) -> typing.Iterator[None]:
+def _command_line(argv: Sequence[str]) -> Iterator[None]:
     """Lets Hydra read `argv`, and raise what it would otherwise print over many lines."""
-    arguments, full_error = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
-    sys.argv, os.environ["HYDRA_FULL_ERROR"] = ["python -m vescale.train", *argv], "1"
+    arguments, full_error, said = sys.argv, os.environ.get("HYDRA_FULL_ERROR"), io.StringIO()
+    words = sorted(argv, key=_is_override)  # argparse wants them together, people put options anywhere
+    sys.argv, os.environ["HYDRA_FULL_ERROR"] = ["python -m vescale.train", *words], "1"
     try:
-        yield
+        with redirect_stderr(said):
+            yield
+    except SystemExit as end:  # of argparse, for an option that it does not know
+        if end.code:
+            raise ValueError(said.getvalue().rpartition("error: ")[2]) from None
+        raise
     finally:
         sys.argv = arguments
         os.environ.pop("HYDRA_FULL_ERROR") if full_error is None else os.environ.update(HYDRA_FULL_ERROR=full_error)
 
 
-def _by_model(table: Mapping[str, Any]) -> Any:  # noqa: ANN401 -- numbers, mostly
+def _is_override(word: str) -> bool:
+    return not word.startswith("-") and ("=" in word or word.startswith("~"))
+
+
+def _by_model(table: Mapping[str, Any]) -> Any:  # numbers, mostly
     """Returns the entry of `table` for the chosen model.
 
     Tuned numbers follow the model and the rule, never the recipe.
@@ -162,12 +174,12 @@ def _by_model(table: Mapping[str, Any]) -> Any:  # noqa: ANN401 -- numbers, most
     return table[model]
 
 
-def _part(whole: Any, fraction: float) -> Any:  # noqa: ANN401 -- whatever the user gave for it
+def _part(whole: Any, fraction: float) -> Any:  # whatever the user gave for it
     """Returns `int(whole * fraction)`; what is no number comes back as it is, to be refused by the field it is for."""
     return int(whole * fraction) if isinstance(whole, int | float) else whole
 
 
-def _options(settings: Any) -> list[str]:  # noqa: ANN401 -- Hydra's own configuration
+def _options(settings: Any) -> list[str]:  # Hydra's own configuration
     """Returns the options (not overrides) that the same composition needs in a new process."""
     folders = [source.path for source in settings.runtime.config_sources if source.provider == "command-line"]
     return [f"--config-name={settings.job.config_name}", *(f"--config-dir={folder}" for folder in folders)]
@@ -209,10 +221,12 @@ def _name_run(config: dict[str, Any], recipe: str | None, overrides: Sequence[st
 
     Every rank gets the same, and the same command resumes.
     """
-    config["name"] = config["name"] or os.environ.get("VESCALE_RUN_ID") or default_name(recipe, overrides)
-    config["run_dir"] = config["run_dir"] or f"runs/{config['name']}"
-    if config["tracking"].get("name", "") is None and "WANDB_NAME" not in os.environ:
-        config["tracking"]["name"] = config["name"]
+    name = config.get("name") or os.environ.get("VESCALE_RUN_ID") or default_name(recipe, overrides)
+    config["name"] = str(name) if isinstance(name, int | float) else name  # YAML takes name=7 for a number
+    config["run_dir"] = config.get("run_dir") or f"runs/{name}"
+    tracking = config.get("tracking") or {}
+    if tracking.get("name", "") is None and "WANDB_NAME" not in os.environ:
+        tracking["name"] = config["name"]
 
 
 def default_name(recipe: str | None, overrides: Sequence[str]) -> str:
@@ -233,26 +247,29 @@ def _among(key: str, keys: Iterable[str]) -> bool:
 
 
 def check_same_run(config: Mapping[str, Any]) -> None:
-    """Raises if the run's folder holds a run whose numbers come from another configuration.
+    """Raises if the run's folder holds a checkpoint whose numbers come from another configuration.
 
     Raises:
         ValueError: Every key that differs, with both values.
     """
-    file = Path(config["run_dir"]) / "config.json"
-    if not file.is_file():
+    from vescale.checkpoint import newest
+
+    folder = Path(config["run_dir"])
+    if newest(folder / "checkpoints") is None:  # a run that left none begins anew
         return
-    old, new = flat(json.loads(file.read_text())), flat(json.loads(json.dumps(config)))
-    missing = "nothing"
-    differing = [key for key in sorted({*old, *new}) if old.get(key, missing) != new.get(key, missing)]
+    try:
+        old = flat(json.loads((folder / "config.json").read_text()))
+    except (OSError, ValueError) as problem:
+        raise ValueError(f"{folder}/config.json is damaged: {problem}; give this run its own name=...") from None
+    new, missing = flat(json.loads(json.dumps(config))), "nothing"
     told = [
-        f"{k} was {old.get(k, missing)}, now {new.get(k, missing)}"
-        for k in differing
-        if not _among(k, WATCHING + SPREADING)
+        f"{key} was {old.get(key, missing)}, now {new.get(key, missing)}"
+        for key in sorted({*old, *new})
+        if old.get(key, missing) != new.get(key, missing) and not _among(key, WATCHING + SPREADING)
     ]
     if told:
         raise ValueError(
-            f"{config['run_dir']} holds a run of another configuration: {'; '.join(told)}; "
-            "give this run its own name=..."
+            f"{folder} holds a run of another configuration: {'; '.join(told)}; give this run its own name=..."
         )
 
 
@@ -267,7 +284,7 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 # --- from YAML to objects ---
 
 
-def resolve(node: Any, where: str = "") -> Any:  # noqa: ANN401 -- plain YAML in, objects out
+def resolve(node: Any, where: str = "") -> Any:
     """Returns `node` with every mapping that has a `_target_` replaced by that dataclass, built from the mapping's
     other keys.
 
@@ -285,20 +302,32 @@ def resolve(node: Any, where: str = "") -> Any:  # noqa: ANN401 -- plain YAML in
     return built
 
 
-def _build(node: Any, where: str, problems: list[str]) -> Any:  # noqa: ANN401
+def _build(node: Any, where: str, problems: list[str]) -> Any:
     if isinstance(node, list):
-        return [_build(item, f"{where}.{i}", problems) for i, item in enumerate(node)]
+        return [_build(item, _at(where, i), problems) for i, item in enumerate(node)]
     if not isinstance(node, dict):
         return node
-    inside = {key: value for key, value in node.items() if key != "_target_"}
-    values = {key: _build(value, f"{where}.{key}".lstrip("."), problems) for key, value in inside.items()}
+    before = len(problems)
+    values = {key: _build(value, _at(where, key), problems) for key, value in node.items() if key != "_target_"}
     if "_target_" not in node:
         return values
-    kind = _find(node["_target_"], f"{where}._target_", problems)
-    return None if kind is None else _construct(kind, values, where, problems)
+    kind = _find(node["_target_"], _at(where, "_target_"), problems)
+    if kind is not None:
+        _fit_fields(kind, values, where, problems)
+    if len(problems) > before:
+        return BROKEN
+    try:
+        return kind(**values)
+    except ValueError as problem:
+        problems.append(f"{where}: {problem}" if where else str(problem))
+        return BROKEN
 
 
-def _find(target: str, where: str, problems: list[str]) -> type | None:
+def _at(where: str, key: object) -> str:
+    return f"{where}.{key}" if where else str(key)
+
+
+def _find(target: str, where: str, problems: list[str]) -> Any:
     """Returns the dataclass called `target` ("optimizers.Muon")."""
     module, _, name = str(target).rpartition(".")
     try:
@@ -316,33 +345,28 @@ def _find(target: str, where: str, problems: list[str]) -> type | None:
     return None
 
 
-def _construct(kind: Any, values: dict[str, Any], where: str, problems: list[str]) -> Any:  # noqa: ANN401
-    """Returns `kind(**values)` after comparing the values with its fields."""
-    fields = {f.name: f for f in dataclasses.fields(kind) if f.init}
-    before = len(problems)
-    problems += [
-        f"unknown key '{where}.{key}': {kind.__name__}: {_choices(key, fields)}" for key in values if key not in fields
-    ]
-    empty = dataclasses.MISSING
-    needed = [
-        name for name, f in fields.items() if f.default is empty and f.default_factory is empty and name not in values
-    ]
-    problems += [f"missing key '{where}.{name}': {kind.__name__} has no default for it" for name in needed]
-    hints = _hints(kind)
+def _fit_fields(kind: Any, values: dict[str, Any], where: str, problems: list[str]) -> None:
+    """Changes `values` to what the fields of `kind` want."""
+    problems += _key_problems(kind, values, where)
+    fields, hints = {f.name: f for f in dataclasses.fields(kind)}, _hints(kind)
     for key in [key for key in values if key in hints and key in fields]:
-        if values[key] is None and fields[key].default is None:  # the field's own word for "find out"
+        if values[key] is BROKEN or (values[key] is None and fields[key].default is None):  # None: "find out"
             continue
         try:
             values[key] = fit(values[key], hints[key])
         except TypeError as problem:
-            problems.append(f"{where}.{key}: {problem}")
-    if len(problems) > before:
-        return None
-    try:
-        return kind(**values)
-    except ValueError as problem:
-        problems.append(f"{where}: {problem}")
-        return None
+            problems.append(f"{_at(where, key)}: {problem}")
+
+
+def _key_problems(kind: Any, values: Mapping[str, Any], where: str) -> list[str]:
+    """Returns which of the values `kind` does not know, and which it lacks."""
+    fields, empty = {f.name: f for f in dataclasses.fields(kind) if f.init}, dataclasses.MISSING
+    needed = [name for name, f in fields.items() if f.default is empty and f.default_factory is empty]
+    of = f"{kind.__name__}: " if where else ""
+    return [
+        *(f"unknown key '{_at(where, key)}': {of}{_choices(key, fields)}" for key in values if key not in fields),
+        *(f"missing key '{_at(where, name)}': {of}it has no default" for name in needed if name not in values),
+    ]
 
 
 def _hints(kind: type) -> dict[str, Any]:
@@ -352,7 +376,7 @@ def _hints(kind: type) -> dict[str, Any]:
         return {}
 
 
-def fit(value: Any, hint: Any) -> Any:  # noqa: ANN401 -- any YAML value against any annotation
+def fit(value: Any, hint: Any) -> Any:
     """Returns a YAML value as its field's annotation wants it: "float32" as a torch.dtype, a list as a tuple, 3 as 3.0.
 
     Raises:
@@ -376,14 +400,22 @@ def fit(value: Any, hint: Any) -> Any:  # noqa: ANN401 -- any YAML value against
         return float(value)
     if hint is int and isinstance(value, float) and value.is_integer():
         return int(value)
-    wrong_literal = origin is typing.Literal and value not in arms
-    wrong_type = hint in (int, float, str, bool, torch.dtype, type(None)) and type(value) is not hint
-    if wrong_literal or wrong_type:
+    if not (value in arms if origin is typing.Literal else _is(value, origin or hint)):
         raise TypeError(f"expected {_words(hint)}, got {value!r}")
     return value
 
 
-def _fit_any(value: Any, hint: Any, arms: tuple[Any, ...]) -> Any:  # noqa: ANN401
+def _is(value: Any, kind: Any) -> bool:
+    """Returns whether `value` is a `kind`; True is no int, and what cannot be asked is left to the class itself."""
+    if isinstance(value, bool) or kind is typing.Any:
+        return kind in (bool, typing.Any)
+    try:
+        return isinstance(value, kind)
+    except TypeError:  # a protocol that is not `runtime_checkable`
+        return True
+
+
+def _fit_any(value: Any, hint: Any, arms: tuple[Any, ...]) -> Any:
     """Returns `value` as the first of the annotation's alternatives that takes it as it is.
 
     Else the first that converts it.
@@ -398,8 +430,8 @@ def _fit_any(value: Any, hint: Any, arms: tuple[Any, ...]) -> Any:  # noqa: ANN4
     raise TypeError(f"expected {_words(hint)}, got {value!r}")
 
 
-def _words(hint: Any) -> str:  # noqa: ANN401
-    return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
+def _words(hint: Any) -> str:
+    return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "").replace("collections.abc.", "")
 
 
 # --- the command ---
@@ -411,16 +443,9 @@ def prepare(config: Mapping[str, Any]) -> Trainer:
     Raises:
         ValueError: What is wrong with the input.
     """
-    from vescale.rule import Rules
     from vescale.trainer import Trainer
 
-    for name, group in config["optimizer"].items():
-        if not (isinstance(group, Mapping) and group.keys() == {"pattern", "rule"}):
-            raise ValueError(f"optimizer.{name}: expected the keys pattern and rule, got {group!r}")
-    parts = ("model", "data", "parallelism", "trainer", "tracking", "optimizer")
-    built = resolve({part: config[part] for part in parts})
-    groups = {name: (group["pattern"], group["rule"]) for name, group in built.pop("optimizer").items()}
-    return Trainer(**built, rules=Rules(**groups), run_dir=Path(config["run_dir"]), settings=dict(config))
+    return Trainer(resolve({"_target_": "vescale.trainer.RunConfig", **config}), settings=dict(config))
 
 
 def sweep(found: Sequence[Point]) -> int:
@@ -449,15 +474,20 @@ def sweep(found: Sequence[Point]) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit code: 0, or 2 for input that was refused with one line."""
-    argv = sys.argv[1:] if argv is None else list(argv)
+    """Runs the command and returns its exit code: 0, 2 for input that was refused with one line, 130 after Ctrl-C."""
+    try:
+        return _run(sys.argv[1:] if argv is None else argv)
+    except KeyboardInterrupt:
+        _say("stopped; the same command goes on from the newest checkpoint")
+        return 130  # 128 + SIGINT, as a shell has it
+
+
+def _run(argv: Sequence[str]) -> int:
     try:
         found = points(argv)
         if len(found) > 1 or {"-m", "--multirun"} & {*argv}:
             return sweep(found)
-        if not found:  # Hydra printed what was asked for
-            return 0
-        trainer = _checked(found[0].config)
+        trainer = _checked(found[0].config) if found else None  # Hydra printed what was asked for
     except (ValueError, OSError, NotImplementedError) as problem:
         return _refuse(problem)
     if trainer is not None:
@@ -466,32 +496,34 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _checked(config: dict[str, Any]) -> Trainer | None:
-    """Returns the trainer, or None after a dry run has printed its plan."""
+    """Returns a trainer that may run, or None after a dry run has printed its plan."""
     from vescale.mesh import world_size
 
-    if int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1 and "RANK" not in os.environ:
-        raise ValueError("srun started several tasks that know nothing of each other: sbatch launch/slurm.sbatch ...")
-    if not config["dry_run"]:
-        check_same_run(config)
-    trainer = prepare(config)
+    world, trainer = world_size(), prepare(config)
     if config["dry_run"]:
-        print(trainer.describe(config["world_size"] or world_size()))
+        print(trainer.describe(config["world_size"] or world))
         return None
-    trainer.check(world_size())
+    check_same_run(config)
+    trainer.check(world)
     return trainer
 
 
 def _refuse(problem: Exception) -> int:
-    """Prints one line and returns 2. Rank 0 speaks.
+    """Says what is wrong with the input in one line, and returns 2.
 
-    If it found nothing wrong it does not end this process, and the others speak for themselves.
+    Rank 0 speaks first; if it found nothing wrong it does not end this process, and the others speak for themselves.
     """
-    rank = int(os.environ.get("RANK", "0"))
-    if rank:
+    if os.environ.get("RANK", "0") != "0":
         time.sleep(5)  # seconds; torchrun ends this process within a tenth of one after rank 0's exit
-    prefix = f"vescale.train: rank {rank}:" if rank else "vescale.train:"
-    print(prefix, " ".join(str(problem).split()), file=sys.stderr, flush=True)
+    _say(" ".join(str(problem).split()), anyone=True)
     return 2
+
+
+def _say(line: str, *, anyone: bool = False) -> None:
+    """Prints a line on stderr, once for all ranks unless ``anyone`` may speak."""
+    rank = os.environ.get("RANK", "0")
+    if rank == "0" or anyone:
+        print("vescale.train:" if rank == "0" else f"vescale.train: rank {rank}:", line, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

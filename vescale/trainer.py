@@ -11,14 +11,13 @@ import json
 import math
 import os
 import resource
-import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -26,16 +25,17 @@ from torch import Tensor, nn
 
 from vescale import checkpoint
 from vescale.collectives import same_on_every_rank
-from vescale.data import IGNORED, Batch, TextData
+from vescale.data import IGNORED, Batch, Dataset, TextData
 from vescale.fsdp import fully_shard, preview
 from vescale.grad_norm import clip_grad_norm_
-from vescale.mesh import ParallelismConfig, make_mesh, pick_device, rank_of_job, start_processes
+from vescale.mesh import ParallelismConfig, make_mesh, pick_device, process_group, rank_of_job
 from vescale.optimizer import Optimizer
 from vescale.planner import SegmentPlan
 from vescale.rule import Rules
 from vescale.tracking import Tracker, Tracking
 
 
+@runtime_checkable
 class Schedule(Protocol):
     """What multiplies every group's own learning rate."""
 
@@ -43,6 +43,7 @@ class Schedule(Protocol):
         """Returns the multiplier at the 0-based ``step``."""
 
 
+@runtime_checkable
 class ModelConfig(Protocol):
     """What the trainer needs to know of a model; ``models.LlamaConfig`` is one."""
 
@@ -126,20 +127,74 @@ class TrainerConfig:
         return share // size, size
 
 
-class Trainer:
-    """A run, from its checked configuration to its last checkpoint.
-
-    Making one allocates no weights and starts nothing; ``run`` does the rest.
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Everything that a command composes: a field for each key of ``recipes/train.yaml``.
 
     Args:
-        model: Configuration of the model.
-        rules: Which parameter is stepped by which rule.
+        name: Of the run.
+        run_dir: The run's folder; a checkpoint in it is continued.
+        model: The model.
+        optimizer: ``{group: {"pattern": one glob or several, "rule": a rule}}``; the first match takes a parameter.
         data: The tokens.
         parallelism: How the ranks share the model.
         trainer: How long and how often.
         tracking: Where metrics go.
-        run_dir: The run's folder; a checkpoint in it is continued.
-        settings: The resolved configuration, as plain values, to keep beside the run.
+        dry_run: Plan and print only.
+        world_size: Ranks of a dry run; None: this job's.
+
+    Raises:
+        ValueError: If a group has other keys, or ``world_size`` is out of range or of no dry run.
+    """
+
+    name: str
+    run_dir: Path
+    model: ModelConfig
+    optimizer: Mapping[str, Any]
+    data: TextData
+    parallelism: ParallelismConfig
+    trainer: TrainerConfig
+    tracking: Tracking
+    dry_run: bool = False
+    world_size: int | None = None
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"optimizer.{name}: expected pattern (one glob or several) and rule, got {group!r}"
+            for name, group in self.optimizer.items()
+            if not _is_group(group)
+        ]
+        if self.world_size is not None and not self.dry_run:
+            problems.append("world_size: only dry_run=true takes it; torchrun says how many ranks a run has")
+        if self.world_size is not None and self.world_size < 1:
+            problems.append(f"world_size: expected null or a number > 0, got {self.world_size}")
+        if problems:
+            raise ValueError("; ".join(problems))
+
+    @property
+    def rules(self) -> Rules:
+        """Which parameter is stepped by which rule.
+
+        Raises:
+            ValueError: If a group's rule is none.
+        """
+        return Rules(**{name: (group["pattern"], group["rule"]) for name, group in self.optimizer.items()})
+
+
+def _is_group(group: Any) -> bool:
+    return (
+        isinstance(group, Mapping) and group.keys() == {"pattern", "rule"} and isinstance(group["pattern"], str | list)
+    )
+
+
+class Trainer:
+    """A run, from its checked configuration to its last checkpoint.
+
+    Making one allocates no weights and starts nothing, ``check`` looks at ranks and files, ``run`` does the rest.
+
+    Args:
+        run: The configuration.
+        settings: The same as plain values, to keep beside the run.
 
     Raises:
         ValueError: For input that cannot work, in one line.
@@ -147,34 +202,25 @@ class Trainer:
 
     config: TrainerConfig
     model: Any  # an nn.Module; on the meta device until ``_start``, sharded from then on
+    data: Dataset  # and the next three: set by ``check``
+    device: torch.device
+    micro_batches: int  # a rank's share of a step ...
+    micro_size: int  # ... in sequences each
     optimizer: Optimizer
     peaks: list[float]  # learning rate of each group as its rule states it; the groups hold scaled ones
     step: int  # optimizer steps completed
     tracker: Tracker | None  # on rank 0
 
-    def __init__(
-        self,
-        *,
-        model: ModelConfig,
-        rules: Rules,
-        data: TextData,
-        parallelism: ParallelismConfig,
-        trainer: TrainerConfig,
-        tracking: Tracking,
-        run_dir: Path,
-        settings: dict[str, Any],
-    ) -> None:
-        self.config, self.rules, self.parallelism, self.tracking = trainer, rules, parallelism, tracking
-        self.model_config, self.data_config, self.run_dir, self.settings = model, data, run_dir, settings
+    def __init__(self, run: RunConfig, *, settings: dict[str, Any]) -> None:
+        self.config, self.parallelism, self.tracking, self.rules = run.trainer, run.parallelism, run.tracking, run.rules
+        self.model_config, self.data_config, self.run_dir, self.settings = run.model, run.data, run.run_dir, settings
         self.step, self.tracker, self.lead = 0, None, rank_of_job() == 0
-        self.device = pick_device(trainer.device)
         with torch.device("meta"):
-            self.model = model.build()
-        self.routing = rules.route(self.model.named_parameters())
-        if data.seq_len > model.max_position_embeddings:
-            raise ValueError(
-                f"data.seq_len={data.seq_len} exceeds model.max_position_embeddings={model.max_position_embeddings}"
-            )
+            self.model = self.model_config.build()
+        self.routing = self.rules.route(self.model.named_parameters())
+        longest = self.model_config.max_position_embeddings
+        if self.data_config.seq_len > longest:
+            raise ValueError(f"data.seq_len={self.data_config.seq_len} exceeds model.max_position_embeddings={longest}")
 
     @property
     def checkpoints(self) -> Path:
@@ -182,7 +228,7 @@ class Trainer:
         return self.run_dir / "checkpoints"
 
     def check(self, world: int) -> None:
-        """Opens the data and raises for whatever would stop the run later: the ranks, the data, a damaged checkpoint.
+        """Opens the data and raises for whatever would stop the run later: ranks, device, data, a damaged checkpoint.
 
         Args:
             world: Number of ranks.
@@ -191,6 +237,8 @@ class Trainer:
             ValueError: In one line.
         """
         self._check_ranks(world)
+        self.device = pick_device(self.config.device)
+        self._check_folder()
         self.data = self.data_config.open()
         self._check_data()
         path = checkpoint.newest(self.checkpoints)
@@ -201,6 +249,12 @@ class Trainer:
     def _check_ranks(self, world: int) -> None:
         self.micro_batches, self.micro_size = self.config.micro_batches(world)
         self.parallelism.check(world)
+
+    def _check_folder(self) -> None:
+        folder = self.run_dir.absolute()
+        there = next(path for path in (folder, *folder.parents) if path.exists())
+        if not (there.is_dir() and os.access(there, os.W_OK)):
+            raise ValueError(f"run_dir: {self.run_dir} cannot be made: {there} is no folder that can be written")
 
     def _check_data(self) -> None:
         problems, model = [], self.model_config
@@ -222,9 +276,9 @@ class Trainer:
         Raises:
             RuntimeError: On every rank, if a loss or a gradient is not finite; the checkpoints are of steps before.
         """
-        self._start()
-        self._resume()
-        with self._tracked():
+        with self._tracked(), process_group(self.device):
+            self._start()
+            self._resume()
             with self._progress() as advance:
                 while self.step < self.config.steps:
                     loss, norm = self.train_step()
@@ -269,8 +323,7 @@ class Trainer:
     # --- beginning and end ---
 
     def _start(self) -> None:
-        """Joins the ranks, shards the model, and fills it with the seed's weights."""
-        self._joined = start_processes(self.device)
+        """Shards the model over the ranks, and fills it with the seed's weights."""
         mesh = make_mesh(self.device)
         digest = hashlib.sha256(json.dumps(self.settings, sort_keys=True).encode()).hexdigest()
         same_on_every_rank(digest, what="the configuration", group=mesh.get_group())
@@ -282,7 +335,6 @@ class Trainer:
         self.optimizer = Optimizer(self.model.named_parameters(), self.rules)
         self.peaks = [group["lr"] for group in self.optimizer.param_groups]
         self._counted = torch.zeros((), dtype=torch.int64, device=self.device)
-        self._since, self._tokens_then = time.perf_counter(), 0
 
     def _shard(self, **options: Any) -> None:
         for module in (*self.model.units(), self.model):
@@ -297,25 +349,25 @@ class Trainer:
             )
 
     def _resume(self) -> None:
-        """Continues the newest whole checkpoint, if there is one, and opens the metrics after it."""
-        path, extra = checkpoint.newest(self.checkpoints), {}
+        """Continues the newest whole checkpoint, if there is one."""
+        path, extra = checkpoint.newest(self.checkpoints), {"step": 0, "tokens": 0}
         if path is not None:
             extra = checkpoint.load(path, model=self.model, optimizer=self.optimizer, verified=True)
-            self.step = extra["step"]
-            self._counted += extra["tokens"]
-            self._tokens_then = extra["tokens"]
-        if not self.lead:
-            return
+        self.step = extra["step"]
+        self._counted += extra["tokens"]
+        if self.lead:
+            self._open(path, extra)
+        self._since, self._tokens_then = time.perf_counter(), extra["tokens"]
+
+    def _open(self, path: Path | None, extra: dict[str, Any]) -> None:
+        """Opens the metrics after what the checkpoint at ``path`` knows of, and says what begins."""
         self._write_settings()
         first = self.step + 1 if path is not None else 0
-        self.tracker = self.tracking.open(
-            self.run_dir, config=self.settings, first_step=first, id=extra.get("tracking_id")
-        )
-        print(self.routing)
-        print(
-            f"{self.model_config.num_parameters():,} parameters, {dist.get_world_size()} ranks, run in {self.run_dir}"
-        )
-        print(f"metrics: {self.tracker.path}; {self.tracker.where}")
+        identity = extra.get("tracking_id")
+        self.tracker = self.tracking.open(self.run_dir, config=self.settings, first_step=first, id=identity)
+        size, world = self.model_config.num_parameters(), dist.get_world_size()
+        print(f"{self.routing}\n{size:,} parameters, {world} ranks, run in {self.run_dir}")
+        print(f"metrics: {self.tracker.path}; {self.tracker.where}", flush=True)
         if path is not None:
             done = self.step >= self.config.steps
             print(f"complete: {path}; train again under another name=..." if done else f"continuing {path}", flush=True)
@@ -328,21 +380,17 @@ class Trainer:
         fresh.replace(self.run_dir / "config.json")
 
     def _finish(self) -> float:
-        """Evaluates and saves, says where things are, and leaves."""
-        loss = self.evaluate()
-        if not (self.checkpoints / self._name()).exists():
-            self._record({"validation_loss": loss})
-            self._save(torch.tensor(loss))
-        if self.tracker is not None:
+        """Evaluates, saves what is not saved yet, and says where things are."""
+        saved = checkpoint.newest(self.checkpoints) == self.checkpoints / self._name()
+        loss = self.evaluate() if saved else self._validate()
+        if not saved:
+            self._require_finite(torch.tensor(loss))
+            self._save()
+        if self.lead:
             print(f"validation loss {loss:.4f} nats per token after {self.step} steps; run folder {self.run_dir}")
-            print("next:\n  " + "\n  ".join(f"{_python()} -m vescale.train {words}" for words in NEXT), flush=True)
-        if self._joined:
-            dist.destroy_process_group()
         return loss
 
-    def _save(self, *numbers: Tensor) -> None:
-        """Writes a checkpoint, unless one of the step's ``numbers`` is not finite: the weights would not be either."""
-        self._require_finite(*numbers)
+    def _save(self) -> None:
         extra = {"step": self.step, "tokens": int(self._counted), "data": self.data.describe()}
         extra["tracking_id"] = self.tracker.id if self.tracker is not None else None
         folder = self.checkpoints / self._name()
@@ -357,17 +405,22 @@ class Trainer:
         """Logs, evaluates and saves when it is time to; after the last step, ``_finish`` evaluates and saves."""
         if self._due(self.config.log_every):
             self._log(loss, norm)
-        if self.step == self.config.steps:
+        evaluates, saves = self._due(self.config.eval_every), self._due(self.config.save_every)
+        if self.step == self.config.steps or not (evaluates or saves):
             return
-        if self._due(self.config.eval_every):
-            self._record({"validation_loss": self.evaluate()})
-        if self._due(self.config.save_every):
-            self._save(loss, norm)
+        self._require_finite(loss, norm)  # also waits for the device: the steps end here
+        began = time.perf_counter()
+        if evaluates:
+            self._validate()
+        if saves:
+            self._save()
+        self._since += time.perf_counter() - began  # tokens/s are of the steps alone
 
     def _due(self, every: int) -> bool:
         return self.step % every == 0
 
     def _require_finite(self, *numbers: Tensor) -> None:
+        """Stops a run that is lost before its weights are saved."""
         if not all(math.isfinite(number) for number in numbers):
             words = " and ".join(f"{float(number)}" for number in numbers)
             raise RuntimeError(f"step {self.step}: expected finite loss and gradient norm, got {words}; not saved")
@@ -375,33 +428,39 @@ class Trainer:
     def _log(self, loss: Tensor, norm: Tensor) -> None:
         """Reads the device, once per interval: prints a line and records it."""
         counted, now = int(self._counted), time.perf_counter()
-        rate = (counted - self._tokens_then) / (now - self._since)
+        speed, memory = (counted - self._tokens_then) / (now - self._since), _peak_memory(self.device) / 2**30
         self._since, self._tokens_then = now, counted
+        row = {"loss": loss.item(), "grad_norm": norm.item(), "tokens_per_second": speed, "memory_gib": memory}
         rates = {f"lr/{group['name']}": float(group["lr"]) for group in self.optimizer.param_groups}
-        memory = _peak_memory(self.device)
-        row = {"loss": loss.item(), "grad_norm": norm.item(), "tokens_per_second": rate, "memory_gib": memory / 2**30}
-        self._record(row | rates)
+        lr = "/".join(f"{rate:.2g}" for rate in dict.fromkeys(rates.values()))
+        self._record(
+            row | rates,
+            f"loss {row['loss']:.4f}  grad norm {row['grad_norm']:.3f}  lr {lr}  "
+            f"{speed:,.0f} tokens/s  memory {memory:.2f} GiB",
+        )
         self._require_finite(loss, norm)
-        if self.lead:
-            lr = "/".join(f"{rate:.2g}" for rate in dict.fromkeys(rates.values()))
-            print(
-                f"step {self.step}/{self.config.steps}  loss {row['loss']:.4f}  grad norm {row['grad_norm']:.3f}  "
-                f"lr {lr}  {rate:,.0f} tokens/s  memory {row['memory_gib']:.2f} GiB",
-                flush=True,
-            )
 
-    def _record(self, metrics: dict[str, float]) -> None:
-        tokens = int(self._counted)
+    def _validate(self) -> float:
+        loss = self.evaluate()
+        self._record({"validation_loss": loss}, f"validation loss {loss:.4f}")
+        return loss
+
+    def _record(self, metrics: dict[str, float], line: str) -> None:
+        """On rank 0, keeps a row and prints a line."""
         if self.tracker is not None:
-            self.tracker.log(metrics, step=self.step, tokens=tokens)
-        if self.lead and "validation_loss" in metrics:
-            print(f"step {self.step}/{self.config.steps}  validation loss {metrics['validation_loss']:.4f}", flush=True)
+            self.tracker.log(metrics, step=self.step, tokens=int(self._counted))
+            print(f"step {self.step}/{self.config.steps}  {line}", flush=True)
 
     @contextmanager
     def _tracked(self) -> Iterator[None]:
-        """Ends the tracker when the run ends, as failed after an exception."""
-        with self.tracker or nullcontext():
+        """Ends the tracker, if one is opened within, when the run ends: as failed after an exception."""
+        failed = 1
+        try:
             yield
+            failed = 0
+        finally:
+            if self.tracker is not None:
+                self.tracker.finish(exit_code=failed)
 
     @contextmanager
     def _progress(self) -> Iterator[Callable[[], None]]:
@@ -469,20 +528,6 @@ class Trainer:
             *_plan_lines(plans),
         ]
         return "\n".join(lines)
-
-
-# What a quickstart may go on with.
-NEXT = (
-    "recipe=llama_debug_muon optimizer=adamw",
-    "recipe=llama70b_muon dry_run=true world_size=256",
-    "-m optimizer=muon,adamw trainer.steps=50",
-)
-
-
-def _python() -> str:
-    """This interpreter as somebody in this folder would type it."""
-    found = Path(shutil.which("python") or "").absolute()
-    return "python" if found == Path(sys.executable) else os.path.relpath(sys.executable)
 
 
 def _plan_lines(plans: Sequence[tuple[str, tuple[SegmentPlan, ...]]]) -> list[str]:

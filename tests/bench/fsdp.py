@@ -29,7 +29,7 @@ MODEL = dict(
     vocab_size=512, hidden_size=512, intermediate_size=1408, num_hidden_layers=8, num_attention_heads=8,
     num_key_value_heads=4
 )  # fmt: skip
-TOKENS = 64  # per rank
+TOKENS = 16  # per rank: little compute, so that what the two systems do differently shows
 
 
 def build(shard: Callable[..., Any], policy: MixedPrecisionPolicy) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -303,6 +305,8 @@ def _bad_input() -> None:
         fully_shard(nn.Linear(2, 2), zero=2)
     with pytest.raises(ValueError, match="sharded already"):
         fully_shard(fully_shard(nn.Linear(2, 2)))
+    with pytest.raises(NotImplementedError, match="deepcopy of a sharded module.*load_state_dict"):
+        copy.deepcopy(fully_shard(nn.Linear(2, 2)))
     with pytest.raises(ValueError, match="has no forward"):
         fully_shard(nn.ModuleList([nn.Linear(2, 2)]))
 
@@ -427,3 +431,55 @@ def _inference_first(world: int) -> None:
 
 def test_a_model_trains_after_inference(pool) -> None:
     pool(2).run(_inference_first, 2)
+
+
+class Returns(nn.Module):
+    """A layer that returns its tensor inside something, and takes a keyword."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.linear, self.kind = nn.Linear(6, 6), kind
+
+    def forward(self, x: torch.Tensor, *, scale: torch.Tensor | None = None) -> object:
+        y = self.linear(x) if scale is None else self.linear(x) * scale
+        return {"dict": {"x": y, "nothing": None}, "tuple": (y, 3), "tensor": y}[self.kind]
+
+
+class Shapes(nn.Module):
+    """Units that return a dict, a tuple and a tensor, the last of them called twice; and three parameters in one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = Returns("dict"), Returns("tuple"), Returns("tensor")
+        self.a.linear.weight = self.b.linear.weight = self.c.linear.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.b(self.a(x, scale=torch.tensor(2.0))["x"])[0]
+        return self.c(x) + self.c(2 * x)
+
+
+def _shapes(units: str, frozen: str) -> None:
+    from vescale import fully_shard
+
+    torch.manual_seed(0)
+    model, reference = Shapes(), Shapes()
+    reference.load_state_dict(model.state_dict())
+    for net in (model, reference):
+        for name in frozen:
+            getattr(net, name).linear.bias.requires_grad_(False)
+    for name in units:
+        fully_shard(getattr(model, name))
+    fully_shard(model)
+    for step in range(2):
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+        for net in (model, reference):
+            net(x).square().mean().backward()
+    for (name, ours), (_, p) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
+        assert (ours.grad is None) == (p.grad is None), name
+        if p.grad is not None:
+            torch.testing.assert_close(ours.grad.full_tensor(), p.grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("units", "frozen"), [("", "a"), ("abc", ""), ("ab", "b"), ("abc", "ac"), ("c", "abc")])
+def test_nested_outputs_three_way_ties_and_frozen_parameters_equal_one_process(pool, units: str, frozen: str) -> None:
+    pool(3).run(_shapes, units, frozen)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+
+from vescale.train import points
 
 ROOT = Path(__file__).parents[2]
 # Stands for python3: notes how it was called; `-m venv` copies it, as a virtual environment's interpreter would be.
@@ -18,6 +21,7 @@ case "$*" in
 *"sys.version_info"*) exit "${TOO_OLD:-0}" ;;
 "-m venv"*) mkdir -p "${@: -1}/bin" && cp "$0" "${@: -1}/bin/python" ;;
 "-m pip"*) exit "${NO_PIP:-0}" ;;
+"-m torch.distributed.run"*) exit "${NO_TORCHRUN:-0}" ;;
 esac
 """
 
@@ -56,6 +60,20 @@ def _calls(checkout: Path) -> list[str]:
     return [line for line in lines if line.startswith("-m")]
 
 
+SCRIPTS = sorted(path for folder in ("launch", ".ci") for path in (ROOT / folder).iterdir())
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_a_script_is_sound_shell_and_names_no_registry(script: Path) -> None:
+    checks = [["bash", "-n", str(script)]]
+    if shutil.which("shellcheck"):
+        checks.append(["shellcheck", "--shell=bash", "--source-path=SCRIPTDIR/..", "--external-sources", str(script)])
+    for check in checks:
+        done = subprocess.run(check, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert not re.search(r"https?://|index-url [^$\"]|pypi|\.org|\.com|\.io\b", script.read_text())
+
+
 def test_the_first_call_installs_and_the_second_does_not(checkout: Path) -> None:
     first = _bash(checkout, "launch/quickstart.sh", "trainer.steps=5", "name=a b", TORCH_INDEX_URL="file:///index")
     assert first.returncode == 0, first.stderr
@@ -69,6 +87,11 @@ def test_the_first_call_installs_and_the_second_does_not(checkout: Path) -> None
     second = _bash(checkout, "launch/quickstart.sh")
     assert second.returncode == 0 and second.stderr == ""
     assert len(_calls(checkout)) == 1
+    title, *commands = second.stdout.splitlines()
+    assert title == "next:" and len(commands) == 3
+    assert [len(points(command.split(" vescale.train ")[1].split())) for command in commands] == [1, 1, 2]
+    failed = _bash(checkout, "launch/quickstart.sh", NO_TORCHRUN="3")
+    assert (failed.returncode, failed.stdout) == (3, "")
 
 
 def test_a_changed_project_or_a_broken_installation_is_installed_again(checkout: Path) -> None:
@@ -88,9 +111,14 @@ def test_the_suite_runs_in_the_same_environment(checkout: Path) -> None:
         _program(checkout / ".venv" / "bin" / tool, f'#!/usr/bin/env bash\necho "-m {tool} $*" >>"$CALLS"\n')
     _calls(checkout)
     assert _bash(checkout, ".ci/run").returncode == 0
-    install, ruff, mypy, pytest_ = _calls(checkout)
+    install, *checks = _calls(checkout)
     assert install.endswith("-e .[test]")
-    assert (ruff, mypy.strip(), pytest_) == ("-m ruff check .", "-m mypy", "-m pytest")
+    assert [check.strip() for check in checks] == [
+        "-m ruff check .",
+        "-m ruff format --check --quiet .",
+        "-m mypy",
+        "-m pytest",
+    ]
     assert _bash(checkout, "launch/quickstart.sh").returncode == 0  # an installation with tests has the project
     assert len(_calls(checkout)) == 1
 
@@ -117,7 +145,7 @@ def test_torchrun_meets_at_node_0(checkout: Path) -> None:
 
 
 def test_slurm_starts_one_torchrun_per_node(checkout: Path) -> None:
-    _program(checkout.parent / "bin" / "scontrol", '#!/usr/bin/env bash\nprintf "gpu07\\ngpu08\\n"\n')
+    _program(checkout.parent / "bin" / "scontrol", '#!/usr/bin/env bash\nprintf "gpu%02d\\n" {7..20000}\n')
     job = {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "gpu[07-08]", "SLURM_JOB_ID": "4711"}
     job |= {"SLURM_GPUS_ON_NODE": "8", "SLURM_SUBMIT_DIR": str(checkout), "DRY_RUN": "1", "PYTHON": "py"}
     done = _bash(checkout, "launch/slurm.sbatch", "recipe=llama70b_muon", **job)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from typing import Any
 
 import pytest
@@ -283,3 +284,36 @@ def _not_steppable() -> None:
 
 def test_parameters_that_cannot_be_stepped_are_refused(pool) -> None:
     pool(1).run(_not_steppable)
+
+
+def _draws(max_padding: float) -> list[dict[str, torch.Tensor]]:
+    return [_draw(random.Random(seed), max_padding) for seed in range(10)]
+
+
+def _draw(rng: random.Random, max_padding: float) -> dict[str, torch.Tensor]:
+    """Two steps of parameters of random shapes, zero sizes among them."""
+    from vescale import Optimizer, Rules, distribute, fully_shard
+
+    sizes = (0, 1, 2, 3, 5, 7, 16, 31, 33, 64, 97)
+    shapes = {
+        f"p{i}": [rng.choice(sizes) for _ in range(rng.choice((0, 1, 2, 2, 2, 3)))] for i in range(rng.randint(1, 9))
+    }
+    torch.manual_seed(1)
+    model = nn.ParameterDict({name: nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()})
+    matrices = [name for name, shape in shapes.items() if len(shape) > 1]
+    rules = Rules(**({"matrices": (matrices, Muon(lr=0.02))} if matrices else {}), rest=("*", AdamW(lr=0.01)))
+    fully_shard(model, block_of=rules.block_of, max_padding=max_padding)
+    optimizer = Optimizer(model.named_parameters(), rules)
+    for step in range(2):
+        for name, p in model.named_parameters():
+            p.grad = distribute(_grad(name, tuple(p.shape), step), p.device_mesh, p.placements)
+        optimizer.step()
+    return {name: p.full_tensor() for name, p in model.named_parameters()}
+
+
+def test_parameters_of_any_shape_have_the_same_bits_for_any_number_of_ranks(pool) -> None:
+    reference = pool(1).run(_draws, 0.0)[0]
+    for world, max_padding in ((3, 0.0), (3, 1e9), (5, 0.3)):
+        for ours, one in zip(pool(world).run(_draws, max_padding)[0], reference, strict=True):
+            for name, value in one.items():
+                assert torch.equal(ours[name], value), f"{name} {tuple(value.shape)}, {world} ranks, {max_padding}"

@@ -21,7 +21,7 @@ def test_the_picture() -> None:
     assert rows.dims == (0,) and rows.local_units == (1, 2, 1)
 
 
-@given(st.lists(st.integers(1, 5), min_size=0, max_size=4), st.integers(0, 40), st.integers(1, 30), st.integers(1, 9))
+@given(st.lists(st.integers(0, 5), min_size=0, max_size=4), st.integers(0, 40), st.integers(1, 30), st.integers(1, 9))
 def test_runs_tile_the_tensor_in_rank_order(shape: list[int], offset: int, size: int, ranks: int) -> None:
     numel = math.prod(shape)
     ranks = max(ranks, -(-(offset + numel) // size))

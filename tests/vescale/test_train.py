@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -22,8 +23,8 @@ from vescale.tracking import read_metrics
 ROOT = Path(__file__).parents[2]
 TINY = [
     *("model.hidden_size=32", "model.intermediate_size=64", "model.num_hidden_layers=2", "data.seq_len=16"),
-    *("trainer.log_every=1", "trainer.eval_every=4", "trainer.eval_sequences=5", "trainer.save_every=4"),
-    *("trainer.steps=12", "trainer.device=cpu", "tracking.mode=disabled"),
+    *("trainer.log_every=1", "trainer.eval_every=10", "trainer.eval_sequences=5", "trainer.save_every=10"),
+    *("trainer.steps=30", "trainer.device=cpu", "tracking.mode=disabled"),
 ]
 
 
@@ -72,6 +73,23 @@ def test_a_users_recipe_extends_ours() -> None:
     config = train.compose([_user_folder(lr), "recipe=mine"])
     assert (config["model"]["num_hidden_layers"], config["model"]["hidden_size"]) == (1, 128)
     assert (config["trainer"]["steps"], config["name"]) == (7, "mine")
+
+
+def test_the_readmes_recipe_composes() -> None:
+    file, text = re.findall(r"```yaml\n# (\S+)\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.S)[0]
+    argv = re.findall(r"^python -m vescale.train (--config-dir .*)$", (ROOT / "README.md").read_text(), flags=re.M)[0]
+    Path(file).parent.mkdir(parents=True)
+    Path(file).write_text(text)
+    config = train.compose(argv.split())
+    assert (config["name"], config["trainer"]["steps"], "matrices" in config["optimizer"]) == ("mine", 100, False)
+    assert train.compose(["recipe=mine", "trainer.seed=1", "--config-dir=mine", "data.seed=2"])["data"]["seed"] == 2
+    assert "mine" in _choices_of("recipe=nope", argv.split()[:2])
+
+
+def _choices_of(wrong: str, options: list[str]) -> str:
+    with pytest.raises(ValueError, match="choose from") as caught:
+        train.compose([*options, wrong])
+    return str(caught.value)
 
 
 def test_a_model_without_a_tuned_number_asks_for_one() -> None:
@@ -125,16 +143,24 @@ def _environment() -> dict[str, str]:
 # --- sweeps ---
 
 
-def test_each_point_of_a_sweep_is_a_process_with_a_run_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_point_of_a_sweep_is_a_process_with_a_name_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[list[str]] = []
-    monkeypatch.setattr(subprocess, "call", lambda command: started.append(command) or len(started) - 1)
-    folder = _user_folder("")
-    code = train.main([folder, "-m", "recipe=llama_debug_muon", "optimizer=adamw,muon", "optimizer.rest.rule.lr=1,2"])
-    assert code == 3  # the worst of 0, 1, 2, 3: the others ran all the same
-    names = {train.compose(command[3:])["name"] for command in started}
-    assert [command[:3] for command in started] == [[sys.executable, "-m", "vescale.train"]] * 4
-    assert len(names) == 4 and "llama_debug_muon,optimizer.rest.rule.lr=1,optimizer=adamw" in names
+    codes = iter((3, 0))
+    monkeypatch.setattr(subprocess, "call", lambda command: started.append(command) or next(codes))
+    argv = [_user_folder(""), "-m", "recipe=llama_debug_muon", "optimizer=adamw", "optimizer.rest.rule.lr=1,2"]
+    assert train.main(argv) == 3  # the worst: the second point ran all the same
+    assert [command[:3] for command in started] == [[sys.executable, "-m", "vescale.train"]] * 2
+    names = [train.compose(command[3:])["name"] for command in started]
+    assert names == [f"llama_debug_muon,optimizer.rest.rule.lr={lr},optimizer=adamw" for lr in (1, 2)]
     assert all(f"--config-dir={Path('mine').absolute()}" in command for command in started)
+
+
+def test_a_sweep_leaves_a_run_of_each_point(tmp_path: Path) -> None:
+    assert train.main(["-m", *TINY, "trainer.steps=2", "optimizer=adamw,muon"]) == 0
+    runs = sorted((tmp_path / "runs").iterdir())
+    groups = [[key for key in next(read_metrics(run / "metrics.jsonl")) if key.startswith("lr/")] for run in runs]
+    assert groups == [["lr/norms", "lr/rest"], ["lr/matrices", "lr/norms", "lr/rest"]]
+    assert all((run / "checkpoints" / "step_00000002" / "seal.json").is_file() for run in runs)
 
 
 def test_a_sweep_is_refused_under_torchrun_and_in_one_folder(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
@@ -169,6 +195,9 @@ def test_a_folder_keeps_to_one_configuration() -> None:
     config = train.compose(["name=a"])
     Path("runs/a").mkdir(parents=True)
     Path("runs/a/config.json").write_text(json.dumps(config))
+    train.check_same_run(train.compose(["name=a", "trainer.seed=9"]))  # there is nothing yet to go on from
+    Path("runs/a/checkpoints/step_00000001").mkdir(parents=True)
+    Path("runs/a/checkpoints/step_00000001/seal.json").touch()
     train.check_same_run(
         train.compose(["name=a", "trainer.log_every=3", "tracking.mode=disabled", "parallelism.zero=2"])
     )
@@ -205,7 +234,7 @@ def test_every_wrong_value_is_named_at_once() -> None:
         "unknown key 'a.lrr': Muon: choose from",
         "a.ns_dtype: expected dtype, got 'float33'",
         "a.nesterov: expected bool, got 1",
-        "missing key 'trainer.schedule': TrainerConfig has no default for it",
+        "missing key 'trainer.schedule': TrainerConfig: it has no default",
         "trainer.steps: expected int, got 'many'",
         "b._target_: no dataclass 'Moun' in optimizers: choose from AdamW, Constant, Linear, Muon",
         "did you mean Muon?",
@@ -222,6 +251,19 @@ def test_every_wrong_value_is_named_at_once() -> None:
 @pytest.mark.parametrize(
     ("argv", "line"),
     [
+        (["recipe=nope"], "unknown recipe 'nope': choose from llama70b_muon, llama8b_muon"),
+        (["model.hiden_size=1"], "unknown key 'model.hiden_size': choose from .* did you mean hidden_size?"),
+        (["+seed=3"], "unknown key 'seed': choose from data, dry_run, model, name"),
+        (["~optimizer"], "missing key 'optimizer'"),
+        (["--nope"], "unrecognized arguments: --nope"),
+        (["dry_run=maybe"], "dry_run: expected bool, got 'maybe'"),
+        (["world_size=4"], "world_size: only dry_run=true takes it"),
+        (["dry_run=true", "world_size=0"], "world_size: expected null or a number > 0, got 0"),
+        (["trainer.schedule=null"], "trainer.schedule: expected Schedule, got None$"),
+        (["~data._target_"], "data: expected TextData, got {'path'"),
+        (["trainer.steps=5", "trainer.schedule.warmup_steps=9"], "trainer.schedule: .*warmup_steps: .* of 5 steps"),
+        (["optimizer.rest.pattern=3"], "optimizer.rest: expected pattern [(]one glob or several[)] and rule"),
+        (["run_dir=/dev/null/run"], "run_dir: /dev/null/run cannot be made: /dev/null is no folder"),
         (["trainer.global_batch=7"], "trainer.global_batch=7 does not divide over 2 ranks"),
         (["trainer.micro_batch=3"], "trainer.micro_batch=3 does not divide the 4 sequences of a rank"),
         (["data.path=missing.txt"], "data: path: 'missing.txt' is no file"),
@@ -229,7 +271,7 @@ def test_every_wrong_value_is_named_at_once() -> None:
             ["optimizer.matrices.pattern=*_porj.weight"],
             "pattern '[*]_porj.weight' of group matrices matches no parameter",
         ),
-        (["+optimizer.extra.pattern=x"], "optimizer.extra: expected the keys pattern and rule"),
+        (["+optimizer.extra.pattern=x"], "optimizer.extra: expected pattern .* and rule, got {'pattern': 'x'}"),
         (["model.hidden_size=30"], "hidden_size: expected a multiple of num_attention_heads = 4, got 30"),
         (["model.vocab_size=100"], "model.vocab_size=100, but the data have 320 ids"),
         (["data.seq_len=2048"], "data.seq_len=2048 exceeds model.max_position_embeddings=1024"),
@@ -273,6 +315,19 @@ def test_a_dry_run_plans_70b_without_its_weights(capsys: Any, tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_dry_run_takes_seconds_and_little_memory() -> None:
+    code = (
+        "import resource, sys; from vescale.train import main; code = main(sys.argv[1:]); "
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, file=sys.stderr); sys.exit(code)"
+    )
+    argv = ["recipe=llama70b_muon", "dry_run=true", "world_size=1024"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *argv], capture_output=True, text=True, env=_environment(), timeout=60
+    )
+    assert done.returncode == 0 and "1,024 ranks x" in done.stdout, done.stderr
+    assert int(done.stderr) < 2**30  # bytes; the weights are 282e9
+
+
 # --- a run ---
 
 
@@ -285,43 +340,112 @@ def _rows(folder: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if k not in measured} for row in read_metrics(folder / "metrics.jsonl")]
 
 
-def test_a_killed_run_goes_on_bit_for_bit(pool: Any, tmp_path: Path, capsys: Any) -> None:
+def test_a_killed_run_goes_on_bit_for_bit(pool: Any, tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     pool(2).run(_run, [*TINY, f"run_dir={whole}"])
-    argv = ["--standalone", "--nproc-per-node=2", "-m", "vescale.train", *TINY, f"run_dir={killed}"]
-    with subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", *argv],
-        env=_environment(),
-        stdout=subprocess.DEVNULL,
-        start_new_session=True,
-    ) as process:
-        _wait_for(lambda: (killed / "checkpoints" / "step_00000004").exists(), process)
-        os.killpg(process.pid, signal.SIGKILL)
-    left = _rows(killed)
-    assert 4 <= left[-1]["step"] < 12
-    pool(2).run(_run, [*TINY, f"run_dir={killed}"])
+    ranks = _start_ranks([*TINY, f"run_dir={killed}"])
+    _wait_for(lambda: (killed / "checkpoints" / "step_00000010").exists(), ranks)
+    for rank in ranks:
+        rank.kill()
+    assert [_end(rank)[0] for rank in ranks] == [-signal.SIGKILL] * 2  # none had come to its end
+    assert 10 <= _rows(killed)[-1]["step"] < 30
+    (code, out), other = map(_end, _start_ranks([*TINY, f"run_dir={killed}"]))
+    assert (code, *other) == (0, 0, "")  # only rank 0 speaks
+    assert re.search(r"^continuing \S+killed/checkpoints/step_000000[12]0$", out, flags=re.M), out
     assert _rows(killed) == _rows(whole)
-    assert [row["step"] for row in _rows(whole) if "validation_loss" in row] == [4, 8, 12]
-    pool(2).run(_run, [*TINY, f"run_dir={whole}"])  # nothing is left to do, and nothing is written
-    assert _rows(killed) == _rows(whole)
-    assert sorted(path.name for path in (whole / "checkpoints").iterdir()) == ["step_00000008", "step_00000012"]
-    _refuses_when_damaged(whole, capsys)
+    assert [row["step"] for row in _rows(whole) if "validation_loss" in row] == [10, 20, 30]
+    assert sorted(path.name for path in (killed / "checkpoints").iterdir()) == ["step_00000020", "step_00000030"]
 
 
-def _wait_for(condition: Any, process: subprocess.Popen[Any]) -> None:
-    end = time.monotonic() + 60
+def _start_ranks(argv: list[str]) -> list[subprocess.Popen[str]]:
+    """Two ranks as torchrun starts them, without torchrun: its workers outlive its own kill."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        env = {
+            **_environment(),
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": str(free.getsockname()[1]),
+        }
+    command = [sys.executable, "-m", "vescale.train", *argv]
+    options: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True}
+    return [subprocess.Popen(command, env={**env, "RANK": str(rank)}, **options) for rank in range(2)]
+
+
+def _end(rank: subprocess.Popen[str]) -> tuple[int, str]:
+    out, _ = rank.communicate()
+    return rank.returncode, out
+
+
+def _wait_for(condition: Any, ranks: list[subprocess.Popen[str]]) -> None:
+    end = time.monotonic() + 120
     while not condition():
-        assert process.poll() is None and time.monotonic() < end
+        assert all(rank.poll() is None for rank in ranks) and time.monotonic() < end
         time.sleep(0.002)
 
 
-def _refuses_when_damaged(run_dir: Path, capsys: Any) -> None:
-    file = next((run_dir / "checkpoints" / "step_00000012").glob("*.distcp"))
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
+def test_a_finished_run_is_left_alone_and_a_damaged_one_is_refused(pool: Any, tmp_path: Path, capsys: Any) -> None:
+    argv = [*TINY, "trainer.steps=6", "trainer.save_every=3", f"run_dir={tmp_path / 'run'}"]
+    checkpoints = tmp_path / "run" / "checkpoints"
+    pool(2).run(_run, argv)
+    before = _rows(tmp_path / "run")
+    pool(2).run(_run, argv)  # nothing is left to do, and nothing is written
+    assert _rows(tmp_path / "run") == before
+    _refuses([*argv, "trainer.seed=9"], "holds a run of another configuration: trainer.seed was 0, now 9", capsys)
+    _refuses([*argv, "data.seed=9"], "another configuration: data.seed was 0, now 9", capsys)
+    file = next((checkpoints / "step_00000006").glob("*.distcp"))
+    data = file.read_bytes()
+    at = len(data) // 2
+    for damaged, line in (
+        (data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :], "checksum of .* differs; remove the folder to go on from"),
+        (data[:-1], "missing or not of its length; remove the folder to go on from an older one"),
+    ):
+        file.write_bytes(damaged)
+        _refuses(argv, f"step_00000006 is corrupt: .*{line}", capsys)
+    # Without its seal it is no checkpoint: the one before goes on, to the same end.
+    (checkpoints / "step_00000006" / "seal.json").unlink()
+    pool(2).run(_run, argv)
+    assert _rows(tmp_path / "run") == before
+    assert sorted(path.parent.name for path in checkpoints.glob("*/seal.json")) == ["step_00000003", "step_00000006"]
+    (tmp_path / "run" / "config.json").write_text("{")
+    _refuses(argv, "config.json is damaged: .*; give this run its own name=", capsys)
+
+
+def _refuses(argv: list[str], line: str, capsys: Any) -> None:
+    run_dir = Path(argv[-1].partition("=")[2]) if argv[-1].startswith("run_dir=") else None
+    files = sorted(run_dir.rglob("*")) if run_dir else None
     capsys.readouterr()
-    assert train.main([*TINY, f"run_dir={run_dir}"]) == 2
-    error = capsys.readouterr().err
-    assert "step_00000012 is corrupt: checksum of" in error and error.count("\n") == 1
-    assert not dist.is_initialized()
+    assert train.main(argv) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.count("\n") == 1 and re.search(line, printed.err), printed.err
+    assert not dist.is_initialized() and (run_dir is None or sorted(run_dir.rglob("*")) == files)
+
+
+def test_a_run_that_is_stopped_says_so_and_can_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    from vescale.tracking import Tracker
+    from vescale.trainer import Trainer
+
+    ends: list[int] = []
+    finish, step = Tracker.finish, Trainer.train_step
+
+    def interrupted(trainer: Trainer) -> Any:
+        if trainer.step == 3:
+            raise KeyboardInterrupt
+        return step(trainer)
+
+    def ended(tracker: Tracker, exit_code: int = 0) -> None:
+        ends.append(exit_code)
+        finish(tracker, exit_code)
+
+    monkeypatch.setattr(Tracker, "finish", ended)
+    argv = [*TINY, "trainer.steps=4", "trainer.save_every=2", "run_dir=run"]
+    monkeypatch.setattr(Trainer, "train_step", interrupted)
+    assert train.main(argv) == 130
+    assert capsys.readouterr().err == "vescale.train: stopped; the same command goes on from the newest checkpoint\n"
+    assert ends == [1] and not dist.is_initialized()
+    monkeypatch.setattr(Trainer, "train_step", step)
+    assert train.main(argv) == 0
+    assert ends == [1, 0] and not dist.is_initialized()
+    assert [row["step"] for row in _rows(tmp_path / "run") if "loss" in row] == [1, 2, 3, 4]

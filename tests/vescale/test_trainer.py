@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import re
+import socket
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from pool import Pool
 
 from models import LlamaConfig
 from optimizers import AdamW, Constant, Linear, Muon
 from vescale.data import TextData
-from vescale.mesh import ParallelismConfig, pick_device
-from vescale.rule import Rules
+from vescale.mesh import ParallelismConfig, pick_device, process_group
 from vescale.tracking import Tracking, read_metrics
-from vescale.trainer import Trainer, TrainerConfig
+from vescale.trainer import RunConfig, Trainer, TrainerConfig
 
 MODEL = LlamaConfig(
     vocab_size=320,
@@ -26,22 +31,23 @@ MODEL = LlamaConfig(
     num_attention_heads=4,
     num_key_value_heads=2,
 )
-MUON = ("*_proj.weight", Muon(lr=0.02, ns_dtype=torch.float32, wire_dtype=torch.float32))
+MUON = {"pattern": "*_proj.weight", "rule": Muon(lr=0.02, ns_dtype=torch.float32, wire_dtype=torch.float32)}
 
 
-def _trainer(run_dir: Path, *, lr: float = 0.01, **options: Any) -> Trainer:
+def _trainer(run_dir: Path, *, lr: float = 0.01, path: str = "shakespeare", **options: Any) -> Trainer:
     changed = {"steps": 3, "global_batch": 6, "log_every": 1, "eval_every": 2, "eval_sequences": 5, "save_every": 100}
     config = TrainerConfig(**{**changed, "schedule": Constant(), "device": "cpu", **options})
-    return Trainer(
+    run = RunConfig(
+        name=run_dir.name,
+        run_dir=run_dir,
         model=MODEL,
-        rules=Rules(matrices=MUON, rest=("*", AdamW(lr=lr))),
-        data=TextData(seq_len=16),
+        optimizer={"matrices": MUON, "rest": {"pattern": "*", "rule": AdamW(lr=lr)}},
+        data=TextData(path=path, seq_len=16),
         parallelism=ParallelismConfig(),
         trainer=config,
         tracking=Tracking(mode="disabled"),
-        run_dir=run_dir,
-        settings={"steps": config.steps},
     )
+    return Trainer(run, settings={"steps": config.steps})
 
 
 def _train(run_dir: Path, **options: Any) -> float:
@@ -58,35 +64,49 @@ def _column(run_dir: Path, key: str) -> list[float]:
 
 
 def test_losses_do_not_depend_on_how_a_batch_is_shared_out(pool: Any, tmp_path: Path) -> None:
-    shares = {"1x6": (1, None), "1x2": (1, 2), "2x3": (2, None), "3x1": (3, 1)}
-    for name, (world, micro_batch) in shares.items():
+    shares = {"1x6": (1, None, 0), "1x2": (1, 2, 1e-6), "2x3": (2, None, 1e-5), "3x1": (3, 1, 1e-5)}
+    for name, (world, micro_batch, _) in shares.items():
         pool(world).run(_train, tmp_path / name, micro_batch=micro_batch)
     whole = tmp_path / "1x6"
-    for name in shares:
+    for name, (_, _, tolerance) in shares.items():
         for key in ("loss", "grad_norm", "validation_loss"):
-            assert _column(tmp_path / name, key) == pytest.approx(_column(whole, key), rel=1e-5), (name, key)
+            assert _column(tmp_path / name, key) == pytest.approx(_column(whole, key), rel=tolerance), (name, key)
         assert _column(tmp_path / name, "tokens") == _column(whole, "tokens")
     assert _column(whole, "loss")[-1] < _column(whole, "loss")[0]
 
 
-def _validation_of_an_untrained_model(run_dir: Path) -> tuple[float, int]:
-    """From the trainer, and from its definition on one process."""
-    trainer = _trainer(run_dir)
+def _first_losses(run_dir: Path, text: str) -> dict[str, tuple[float, float]]:
+    """Of an untrained model: what the trainer says, and the definition on one process."""
+    trainer = _trainer(run_dir, path=text)
     trainer.check(dist.get_world_size())
     trainer._start()
-    batch = trainer.data.validation.read(0, 5)
     torch.manual_seed(0)
     model = MODEL.build()
     model.init_weights()
-    with torch.no_grad():
-        expected = model(batch.input_ids, batch.labels) / (batch.labels != -100).sum()
-    return trainer.evaluate(), float(expected)
+    validation = float(_loss_per_token(model, trainer.data.validation.read(0, 5)).detach())
+    loss = _loss_per_token(model, trainer.data.train.read(0, 6))
+    loss.backward()
+    norm = torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    evaluated = trainer.evaluate()
+    stepped, clipped = trainer.train_step()
+    return {
+        "validation": (evaluated, validation),
+        "loss": (float(stepped), float(loss.detach())),
+        "norm": (float(clipped), float(norm)),
+    }
 
 
-def test_validation_counts_each_sequence_once(pool: Any, tmp_path: Path) -> None:
-    for world in (1, 2):  # 5 sequences: on 2 ranks the last batch is cut short and one is empty
-        for loss, expected in pool(world).run(_validation_of_an_untrained_model, tmp_path):
-            assert loss == pytest.approx(expected, rel=1e-6)
+def _loss_per_token(model: Any, batch: Any) -> torch.Tensor:
+    return model(batch.input_ids, batch.labels) / (batch.labels != -100).sum()
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])  # 5 validation sequences: 5, or 3 and 2, or 2 and 2 and 1
+def test_a_loss_is_the_sum_over_the_labels_that_count(pool: Any, tmp_path: Path, world: int) -> None:
+    text = tmp_path / "short.txt"  # a document's first token is no label: the ranks have different numbers of labels
+    text.write_text("".join("abcdefgh"[: 1 + i % 5] * (i % 7) + "\f" for i in range(500)))
+    for found in pool(world).run(_first_losses, tmp_path / "run", str(text)):
+        for name, (got, expected) in found.items():
+            assert got == pytest.approx(expected, rel=2e-6), name
 
 
 @pytest.mark.parametrize(
@@ -119,7 +139,7 @@ def test_every_group_follows_the_schedule_from_its_own_rate(pool: Any, tmp_path:
 
 def test_a_resumed_run_on_other_ranks_goes_on_with_the_same_losses(pool: Any, tmp_path: Path) -> None:
     schedule = Linear(total_steps=6)
-    for folder, world, steps in (("whole", 1, 6), ("parts", 2, 3), ("parts", 3, 6)):
+    for folder, world, steps in (("whole", 1, 6), ("parts", 2, 2), ("parts", 3, 4), ("parts", 1, 6)):
         pool(world).run(_train, tmp_path / folder, steps=steps, schedule=schedule, eval_every=100)
     whole, parts = (_column(tmp_path / folder, "loss") for folder in ("whole", "parts"))
     assert len(whole) == 6 and parts == pytest.approx(whole, rel=1e-5)
@@ -145,6 +165,7 @@ def test_a_run_whose_loss_is_lost_stops_and_keeps_its_good_checkpoints(pool: Any
 
 def _different_settings(run_dir: Path) -> str:
     trainer = _trainer(run_dir)
+    trainer.check(dist.get_world_size())
     trainer.settings["steps"] = dist.get_rank()
     with pytest.raises(RuntimeError) as caught:
         trainer._start()
@@ -198,15 +219,29 @@ def test_a_dry_run_prints_the_plans_of_the_run(pool: Any, tmp_path: Path) -> Non
     assert f"{MODEL.num_parameters():,} parameters" in dry
 
 
-def test_the_end_of_a_run_says_where_it_is_and_what_to_try(pool: Any, tmp_path: Path) -> None:
+LINE = r"step (\d)/3  loss \d\.\d{4}  grad norm \d+\.\d{3}  lr 0\.02/0\.01  [\d,]+ tokens/s  memory \d+\.\d\d GiB"
+
+
+def test_a_run_says_what_it_does_and_where_it_is(pool: Any, tmp_path: Path) -> None:
     printed = pool(2).run(_output_of_a_run, tmp_path)
     lines = printed[0].splitlines()
-    assert lines[-5].startswith("validation loss ") and lines[-5].endswith(f"run folder {tmp_path}")
-    assert lines[-4] == "next:" and all(" -m vescale.train " in line for line in lines[-3:])
-    assert sum(line.startswith("step ") and "tokens/s" in line for line in lines) == 3
+    assert lines[-1].startswith("validation loss ") and lines[-1].endswith(f"after 3 steps; run folder {tmp_path}")
+    assert [match[1] for match in map(re.compile(LINE).fullmatch, lines) if match] == ["1", "2", "3"]
+    assert any(line.startswith("step 2/3  validation loss ") for line in lines)
+    assert f"metrics: {tmp_path / 'metrics.jsonl'}; metrics.jsonl only" in lines
     assert printed[1] == ""  # only rank 0 speaks
-    loss = float(lines[-5].split()[2])
-    assert 0 < loss < math.log(320) + 0.5
+    assert 0 < float(lines[-1].split()[2]) < math.log(320) + 0.5
+
+
+def test_a_row_has_every_number_of_its_step(pool: Any, tmp_path: Path) -> None:
+    pool(2).run(_train, tmp_path)
+    rows = list(read_metrics(tmp_path / "metrics.jsonl"))
+    measured = ["loss", "grad_norm", "tokens_per_second", "memory_gib", "lr/matrices", "lr/rest"]
+    assert [list(row) for row in rows if "loss" in row] == [["step", "tokens", *measured]] * 3
+    looks = [row for row in rows if "loss" not in row]
+    assert [list(row) for row in looks] == [["step", "tokens", "validation_loss"]] * 2
+    assert [row["step"] for row in looks] == [2, 3]
+    assert json.loads((tmp_path / "config.json").read_text()) == {"steps": 3}
 
 
 def _output_of_a_run(run_dir: Path) -> str:
@@ -216,3 +251,33 @@ def _output_of_a_run(run_dir: Path) -> str:
     with contextlib.redirect_stdout(io.StringIO()) as out:
         _train(run_dir)
     return out.getvalue()
+
+
+# --- ranks ---
+
+
+def _one_rank_fails(port: int) -> str:
+    """In a group of its own: rank 1 raises while rank 0 waits for it; returns how rank 0 learnt of it."""
+    rank, device = dist.get_rank(), torch.device("cpu")
+    dist.destroy_process_group()
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    with pytest.raises(RuntimeError) as caught, process_group(device):
+        if rank == 1:
+            raise RuntimeError("the data are gone")
+        dist.all_reduce(torch.ones(1))
+    assert not dist.is_initialized()
+    return str(caught.value)
+
+
+def test_a_rank_that_fails_ends_the_others(pool: Any) -> None:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    ranks = Pool(2)  # one of its own, since the group that it had is gone
+    try:
+        began = time.monotonic()
+        messages = ranks.run(_one_rank_fails, port)
+        assert messages[1] == "the data are gone" and "onnection" in messages[0]  # gloo: closed, or reset by peer
+        assert time.monotonic() - began < 30  # seconds; left alone, rank 0 would wait for half an hour
+    finally:
+        ranks.stop()
