@@ -99,3 +99,14 @@ def test_the_drawing_has_the_planners_numbers() -> None:
     numbers = re.findall(r"\d+", drawing.splitlines()[1].removeprefix(" element"))
     assert [int(n) for n in numbers] == [edge for i in range(3) for edge in plan.interval(i)] + [plan.numel]
     assert f"shards of {plan.shard_size}:" in drawing
+
+
+def test_the_recipe_composes(tmp_path: Path) -> None:
+    from vescale.train import compose
+
+    section = README.read_text().split("## Add a recipe\n")[1].split("\n## ")[0]
+    recipe = re.findall(r"```yaml\n(.*?)```", section, flags=re.S)[0]
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "mine.yaml").write_text(recipe)
+    config = compose(["--config-dir", str(tmp_path), "recipe=mine"])
+    assert config["trainer"]["steps"] == 100 and "matrices" not in config["optimizer"]

@@ -46,8 +46,11 @@ def save(folder: Path, *, model: nn.Module, optimizer: Optimizer, extra: dict[st
         keep: Checkpoints that stay in the parent folder, > 0; older ones are removed once this one is whole.
 
     Raises:
+        ValueError: Unless the folder is called ``step_`` and a number, and ``keep`` is > 0.
         OSError: On every rank, if one cannot write.
     """
+    if not (folder.name.startswith("step_") and folder.name[5:].isdigit()) or keep < 1:
+        raise ValueError(f"checkpoint.save: expected a folder step_<number> and keep > 0, got {folder.name} and {keep}")
     partial = folder.with_name(folder.name + PARTIAL)
     _together(lambda: _clear(partial) if dist.get_rank() == 0 else None)
     tensors = _tensors(model, optimizer)
@@ -60,8 +63,7 @@ def save(folder: Path, *, model: nn.Module, optimizer: Optimizer, extra: dict[st
 
 def newest(root: Path) -> Path | None:
     """Returns the newest whole checkpoint below ``root``, as rank 0 sees it, or None."""
-    found = [path for path in root.glob("step_*") if (path / SEAL).is_file() and not path.name.endswith(PARTIAL)]
-    best = max(found, key=lambda path: path.name, default=None)
+    best = next(reversed(_whole(root)), None)
     return _from_rank_0(best) if dist.is_initialized() else best
 
 
@@ -172,7 +174,7 @@ def _few(names: list[str]) -> str:
 def _clear(partial: Path) -> None:
     """Removes what a killed run left, and makes the folder."""
     for left in partial.parent.glob(f"*{PARTIAL}"):
-        shutil.rmtree(left)
+        shutil.rmtree(left) if left.is_dir() else left.unlink()
     partial.mkdir(parents=True)
 
 
@@ -194,9 +196,15 @@ def _finish(partial: Path, folder: Path, extra: dict[str, Any], seals: list[dict
     if folder.exists():
         shutil.rmtree(folder)
     partial.rename(folder)
-    whole = sorted(path for path in folder.parent.glob("step_*") if (path / SEAL).is_file())
-    for old in whole[:-keep]:
-        shutil.rmtree(old)
+    for old in _whole(folder.parent)[:-keep]:
+        if old != folder:
+            shutil.rmtree(old)
+
+
+def _whole(root: Path) -> list[Path]:
+    """The whole checkpoints below ``root``, by step."""
+    found = [path for path in root.glob("step_*") if path.name[5:].isdigit() and (path / SEAL).is_file()]
+    return sorted(found, key=lambda path: int(path.name[5:]))
 
 
 def _files(folder: Path) -> list[Path]:
@@ -210,9 +218,12 @@ def _fingerprint(file: Path) -> tuple[int, str]:
 
 def _read_seal(path: Path) -> dict[str, Any]:
     try:
-        return json.loads((path / SEAL).read_text())
+        seal = json.loads((path / SEAL).read_text())
     except (OSError, ValueError) as problem:
         raise ValueError(f"checkpoint {path} is corrupt: {SEAL}: {problem}; {GO_ON}") from None
+    if not (isinstance(seal, dict) and isinstance(seal.get("extra"), dict) and isinstance(seal.get("files"), dict)):
+        raise ValueError(f"checkpoint {path} is corrupt: {SEAL} lacks its entries; {GO_ON}")
+    return seal
 
 
 # --- ranks ---
@@ -238,7 +249,7 @@ def _together(act: Any) -> Any:
     result, problem = None, None
     try:
         result = act()
-    except (OSError, ValueError) as caught:
+    except Exception as caught:  # whatever it is, the other ranks must not wait for this one
         problem = caught
     first = next((p for p in _gather(problem) if p is not None), None)
     if first is not None:

@@ -21,6 +21,8 @@ The root keeps its parameters between forward and backward: they would be gather
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,7 +34,7 @@ from torch import nn
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_map
 
 from vescale import collectives
 from vescale.block import Block
@@ -138,10 +140,12 @@ class Tree:
     entered: list[ShardState]  # as forward enters them this time
     reducing: Unit | None  # at most one unit's reduce-scatters are in flight
     root: ShardState | None  # the outermost module whose forward is running
+    backwards: int  # that have ended
 
     def __init__(self, states: Sequence[ShardState]) -> None:
         self.states, self.order, self.entered = list(states), [], []
         self.reducing, self.root, self.callback_queued = None, None, False
+        self.backwards = 0
 
     def neighbour(self, state: ShardState, step: int) -> ShardState | None:
         """The unit that ran after (+1) or before (-1) ``state`` in the recorded order."""
@@ -280,15 +284,16 @@ class ShardState:
         """Runs ``_pre_backward`` once per forward, when the first gradient of an output arrives."""
         if not torch.is_grad_enabled():
             return
-        tensors = [t for t in tree_flatten(output)[0] if isinstance(t, torch.Tensor) and t.requires_grad]
+        tensors: list[torch.Tensor] = []
+        _map_tensors(lambda t: tensors.append(t) if t.requires_grad else None, output)
         if not tensors:
             return
         self.pending += 1
-        fired: list[bool] = []
+        fired: list[int] = []  # the backward in which it ran: one graph may have several
 
         def hook(grad: torch.Tensor) -> None:
-            if not fired:
-                fired.append(True)
+            if fired != [self.tree.backwards]:
+                fired[:] = [self.tree.backwards]
                 self._pre_backward()
 
         for tensor in tensors:
@@ -296,13 +301,12 @@ class ShardState:
 
     def _watch_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Routes the inputs through a node whose backward says that this module's backward is done."""
-        leaves, spec = tree_flatten((args, kwargs))
-        at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-        if not at:
+        found: dict[int, torch.Tensor] = {}
+        _map_tensors(lambda t: found.setdefault(id(t), t) if t.requires_grad else None, (args, kwargs))
+        if not found:
             return args, kwargs
-        for i, tensor in zip(at, _Watch.apply(self, *(leaves[i] for i in at)), strict=True):
-            leaves[i] = tensor
-        return tree_unflatten(leaves, spec)
+        watched = dict(zip(found, _Watch.apply(self, *found.values()), strict=True))
+        return _map_tensors(lambda t: watched.get(id(t), t), (args, kwargs))
 
     def _pre_backward(self) -> None:
         self.in_backward = self.owes = True
@@ -341,6 +345,7 @@ class ShardState:
                 state.unit.reshard()
         tree.finish_reduce()
         tree.callback_queued = False
+        tree.backwards += 1
 
 
 class _Watch(torch.autograd.Function):
@@ -358,7 +363,23 @@ class _Watch(torch.autograd.Function):
 
 
 def _cast(values: Any, dtype: torch.dtype) -> Any:
-    return tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, values)
+    return _map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, values)
+
+
+def _map_tensors(fn: Callable[[torch.Tensor], Any], values: Any) -> Any:
+    """Applies ``fn`` to every tensor in containers that torch knows, and in dataclasses, which it takes for leaves."""
+
+    def leaf(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return fn(value)
+        if not dataclasses.is_dataclass(value) or isinstance(value, type):
+            return value
+        twin = copy.copy(value)
+        for field in dataclasses.fields(value):
+            object.__setattr__(twin, field.name, _map_tensors(fn, getattr(value, field.name)))
+        return twin
+
+    return tree_map(leaf, values)
 
 
 class FSDPModule:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -98,10 +99,12 @@ class Optimizer(torch.optim.Optimizer):
                 loss = closure()
         for unit in {id(run.home.unit): run.home.unit for run in self.runs if run.home}.values():
             unit.realias()
+        for run in self.runs:
+            run.clock += 1
         buckets = self._program()
         rules = {group["name"]: self._rule_now(group) for group in self.param_groups}
         pending: Bucket | None = None
-        for bucket, following in zip(buckets, [*buckets[1:], None], strict=True):
+        for bucket, following in zip_longest(buckets, buckets[1:]):
             if pending is None:
                 bucket.prepare(rules[bucket.group], skip)
             if following is not None:
@@ -113,6 +116,16 @@ class Optimizer(torch.optim.Optimizer):
         if pending is not None:
             pending.apply(rules[pending.group], skip)
         return loss
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuses once the optimizer is made: rules decide where a parameter goes.
+
+        Raises:
+            NotImplementedError: After construction.
+        """
+        if hasattr(self, "runs"):
+            raise NotImplementedError("add_param_group: make a new Optimizer over all parameters, with their rules")
+        super().add_param_group(param_group)
 
     def _rule_now(self, group: dict[str, Any]) -> Any:
         """The rule with the numbers that the group holds now."""
@@ -172,7 +185,7 @@ class Optimizer(torch.optim.Optimizer):
     def state_was_loaded(self) -> None:
         """Rereads what the host keeps of the state; call it after writing into the tensors of ``named_state``."""
         for run in self.runs:
-            run.calls = [int(step) for step in run.steps.tolist()]
+            run.ages = [int(step) for step in run.steps.tolist()]
         self._programs.clear()
 
 

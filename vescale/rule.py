@@ -154,6 +154,9 @@ class Rules:
         for group, entry in self.groups.items():
             unused = [pattern for pattern in entry.patterns if not any(_matches(name, pattern) for name, _ in named)]
             problems += [f"pattern {pattern!r} of group {group} matches no parameter" for pattern in unused]
+            if not routes[group] and not unused:
+                taken = "groups before it take all that it matches" if entry.patterns else "it has no pattern"
+                problems.append(f"group {group} takes no parameter: {taken}")
         if problems:
             raise ValueError("; ".join(problems))
         return Routing(self, routes)

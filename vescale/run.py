@@ -44,7 +44,8 @@ class Run:
     stop: int
     state: dict[str, torch.Tensor]  # name -> (stop - start,) flat
     steps: torch.Tensor  # (len(params),) float32, completed steps
-    calls: list[int]  # the same as the host counts it, so that parameters of unequal age are stepped apart
+    ages: list[int]  # equal for parameters that took part in the same steps; others are stepped apart
+    clock: int  # steps begun, on the parent
 
     def __init__(
         self,
@@ -65,10 +66,8 @@ class Run:
         if parent is None:
             flat = self.param()
             self.state = {name: torch.zeros_like(flat, dtype=dtype) for name, dtype in rule.element_state().items()}
-            self.steps, self.calls = (
-                torch.zeros(len(params), dtype=torch.float32, device=flat.device),
-                [0] * len(params),
-            )
+            self.steps = torch.zeros(len(params), dtype=torch.float32, device=flat.device)
+            self.clock, self.ages = 0, [0] * len(params)
         else:
             at = self.start - parent.start
             self.state = {name: flat[at : at + self.stop - self.start] for name, flat in parent.state.items()}
@@ -141,12 +140,12 @@ class Run:
 
     def active(self) -> list[Run]:
         """The parts of this run that have gradients and equal age; normally the run itself."""
-        if len(set(self.calls)) == 1 and all(param.grad is not None for param in self.params):
+        if len(set(self.ages)) == 1 and all(param.grad is not None for param in self.params):
             return [self]
         parts, index = [], 0
         while index < len(self.params):
             end = index
-            while end < len(self.params) and self.params[end].grad is not None and self.calls[end] == self.calls[index]:
+            while end < len(self.params) and self.params[end].grad is not None and self.ages[end] == self.ages[index]:
                 end += 1
             if end > index:
                 parts.append(self._part(index, end))
@@ -164,7 +163,7 @@ class Run:
         """Counts a completed step."""
         self.steps.add_(1 if skip is None else 1 - skip)
         for index in range(self.first, self.first + len(self.params)):
-            self.parent.calls[index] += 1
+            self.parent.ages[index] = hash((self.parent.ages[index], self.parent.clock))
 
 
 def runs_of(group: dict[str, Any], rule: Any) -> list[Run]:

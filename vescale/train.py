@@ -112,7 +112,7 @@ def points(argv: Sequence[str]) -> list[Point]:
 
     OmegaConf.register_new_resolver("by_model", _by_model, replace=True)
     OmegaConf.register_new_resolver("part", _part, replace=True)
-    with tempfile.TemporaryDirectory() as scratch, _command_line([*argv, f"hydra.sweep.dir={scratch}"]):
+    with tempfile.TemporaryDirectory() as scratch, _command_line([f"hydra.sweep.dir={scratch}", *argv]):
         try:
             hydra.main(version_base="1.3", config_path="pkg://recipes", config_name="train")(keep)()
         except (HydraException, OmegaConfBaseException) as problem:
@@ -259,7 +259,7 @@ def check_same_run(config: Mapping[str, Any]) -> None:
         return
     try:
         old = flat(json.loads((folder / "config.json").read_text()))
-    except (OSError, ValueError) as problem:
+    except (OSError, ValueError, AttributeError) as problem:
         raise ValueError(f"{folder}/config.json is damaged: {problem}; give this run its own name=...") from None
     new, missing = flat(json.loads(json.dumps(config))), "nothing"
     told = [

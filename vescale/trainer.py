@@ -106,6 +106,10 @@ class TrainerConfig:
             for name, value in optional.items()
             if value is not None and not value > 0
         ]
+        if not 0 <= self.seed < 2**63:
+            problems.append(f"seed: expected a number in [0, 2**63), got {self.seed}")
+        if not hasattr(self.schedule, "scale"):
+            problems.append(f"schedule: expected a _target_ with scale(step), got {self.schedule!r}")
         if problems:
             raise ValueError("; ".join(problems))
 
@@ -244,6 +248,9 @@ class Trainer:
         path = checkpoint.newest(self.checkpoints)
         if path is not None:
             extra = checkpoint.verify(path, rank=rank_of_job(), world=world)
+            missing = sorted({"step", "tokens", "data"} - extra.keys())
+            if missing:
+                raise ValueError(f"checkpoint {path} was not written by a trainer: it lacks {', '.join(missing)}")
             self.data.check(extra["data"])
 
     def _check_ranks(self, world: int) -> None:

@@ -208,6 +208,7 @@ class Unit:
     def _accumulate(self, segment: Segment, reduced: torch.Tensor) -> None:
         """gradient shard = (what was there) + multiplier * reduced, in the master's dtype."""
         multiplier = 1.0 / (self.divide_factor or self.mesh.size())
+        self._realias_grads(segment)  # a hook or a user may have put another gradient there
         fresh = [index for index, param in enumerate(segment.sharded) if param.grad is None]
         if len(fresh) == len(segment.sharded) or segment.grad is None:
             segment.grad = segment.master.sibling(segment.master.placement, torch.empty_like(segment.master.local))
@@ -217,6 +218,8 @@ class Unit:
                 segment.grad.run(index).zero_()
             segment.grad.local.add_(reduced, alpha=multiplier)
         for index, param in enumerate(segment.sharded):
+            if not param.requires_grad:
+                continue
             if param.grad is None:
                 param.grad = segment.grad.tensor(index)
             for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values():
@@ -235,13 +238,18 @@ class Unit:
             ValueError: If a stranger has another shape or another cut.
         """
         for segment in self.segments:
+            self._follow_requires_grad(segment)
             for index, member in enumerate(segment.members):
                 self._realias_param(segment, index, member)
-            if segment.grad is not None and all(param.grad is None for param in segment.sharded):
-                segment.grad = None
-            for index, param in enumerate(segment.sharded):
-                if param.grad is not None:
-                    self._realias_grad(segment, index, param)
+            self._realias_grads(segment)
+
+    def _follow_requires_grad(self, segment: Segment) -> None:
+        """Parameters frozen or unfrozen since: the whole ones follow the sharded ones."""
+        segment.trainable = any(param.requires_grad for param in segment.sharded)
+        for index, (param, whole) in enumerate(zip(segment.sharded, segment.unsharded, strict=False)):
+            if param.requires_grad != whole.requires_grad:
+                self.reshard()  # while the modules hold the one that is replaced, nothing is
+                segment.unsharded[index] = self._unsharded_parameter(segment, index, whole.data)
 
     def _realias_param(self, segment: Segment, index: int, member: Member) -> None:
         param, expected = segment.sharded[index], segment.master.run(index)
@@ -257,6 +265,13 @@ class Unit:
         if param._local_tensor.data_ptr() != expected.data_ptr() and expected.numel():  # type: ignore[attr-defined]
             expected.copy_(param._local_tensor)  # type: ignore[attr-defined]
             param._local_tensor = expected  # type: ignore[attr-defined]
+
+    def _realias_grads(self, segment: Segment) -> None:
+        if segment.grad is not None and all(param.grad is None for param in segment.sharded):
+            segment.grad = None
+        for index, param in enumerate(segment.sharded):
+            if param.grad is not None:
+                self._realias_grad(segment, index, param)
 
     def _realias_grad(self, segment: Segment, index: int, param: nn.Parameter) -> None:
         grad = param.grad
@@ -320,15 +335,16 @@ class Unit:
             with torch.inference_mode(False):  # the first forward may be an inference, the next one is not
                 local = torch.empty(segment.plan.numel, dtype=dtype, device=master.local.device)
                 segment.full = master.sibling(Replicate(), local)
-                segment.unsharded = [self._unsharded_parameter(segment, i) for i in range(len(segment.members))]
+                views = [segment.full.view(i) for i in range(len(segment.members))]
+                segment.unsharded = [self._unsharded_parameter(segment, i, view) for i, view in enumerate(views)]
         return segment.full
 
-    def _unsharded_parameter(self, segment: Segment, index: int) -> nn.Parameter:
-        view = segment.full.view(index)  # type: ignore[union-attr]
-        param = nn.Parameter(torch.empty(0, dtype=view.dtype, device=view.device), requires_grad=segment.trainable)
+    def _unsharded_parameter(self, segment: Segment, index: int, view: torch.Tensor) -> nn.Parameter:
+        trainable = segment.sharded[index].requires_grad
+        param = nn.Parameter(torch.empty(0, dtype=view.dtype, device=view.device), requires_grad=trainable)
         param.data = view  # through .data, so that it has a version counter of its own
         param.__dict__.update(_own_attributes(segment.sharded[index]))
-        if segment.trainable:
+        if trainable:
             param.register_post_accumulate_grad_hook(self._write(segment, index))
         return param
 

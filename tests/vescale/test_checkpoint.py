@@ -108,13 +108,33 @@ def test_what_has_no_seal_is_never_loaded_and_a_partial_one_is_removed(pool, tmp
 def _unwritable(folder: str) -> None:
     from vescale import checkpoint
 
+    blocked = Path(folder) / "checkpoints"
     if dist.get_rank() == 0:
-        (Path(folder) / "step_00000000.partial").write_text("a file where a folder must be")
+        blocked.write_text("a file where a folder must be")
     dist.barrier()
     with pytest.raises(OSError):
-        _run(1, folder=folder, save_at=0)
-    assert checkpoint.newest(Path(folder)) is None
+        _run(1, folder=str(blocked), save_at=0)
+    assert checkpoint.newest(blocked) is None
 
 
 def test_a_rank_that_cannot_write_is_an_error_on_all(pool, tmp_path: Path) -> None:
     pool(2).run(_unwritable, str(tmp_path))
+
+
+def _order_and_names(folder: str) -> None:
+    from vescale import Optimizer, Rules, checkpoint, fully_shard
+
+    model = fully_shard(nn.Linear(3, 3))
+    optimizer = Optimizer(model.named_parameters(), Rules(all=("*", AdamW())))
+    for step in (9, 10):
+        checkpoint.save(Path(folder) / f"step_{step}", model=model, optimizer=optimizer, extra={}, keep=1)
+    assert [path.name for path in Path(folder).iterdir()] == ["step_10"] == [checkpoint.newest(Path(folder)).name]
+    for name, keep in (("last", 1), ("step_11", 0)):
+        with pytest.raises(ValueError, match="expected a folder step_<number> and keep > 0"):
+            checkpoint.save(Path(folder) / name, model=model, optimizer=optimizer, extra={}, keep=keep)
+    with pytest.raises(TypeError):
+        checkpoint.save(Path(folder) / "step_11", model=model, optimizer=optimizer, extra={"a": {1}}, keep=1)
+
+
+def test_checkpoints_are_ordered_by_step_and_any_failure_is_everybodys(pool, tmp_path: Path) -> None:
+    pool(2).run(_order_and_names, str(tmp_path))

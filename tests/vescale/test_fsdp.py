@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -290,6 +291,24 @@ def _aliases(world: int) -> None:
     assert weight.to_local().data_ptr() == segment.master.run(index).data_ptr()
 
 
+def _gradient_hooks(world: int) -> None:
+    from vescale import fully_shard
+
+    model, reference = _net(), _net()
+    fully_shard(model)
+    weight = dict(model.named_parameters())["layers.0.up.weight"]
+    for net, p in ((model, weight), (reference, reference.layers[0].up.weight)):
+        first, second = _loss(net, _batch(0)), _loss(net, _batch(1))
+        first.backward()
+        p.grad = p.grad * 2
+        second.backward()
+    torch.testing.assert_close(weight.grad.full_tensor(), reference.layers[0].up.weight.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_a_gradient_replaced_between_two_backwards_is_added_to(pool) -> None:
+    pool(2).run(_gradient_hooks, 2)
+
+
 def test_assigned_gradients_and_weights_are_read_and_lie_in_the_shard(pool) -> None:
     pool(2).run(_aliases, 2)
 
@@ -433,6 +452,12 @@ def test_a_model_trains_after_inference(pool) -> None:
     pool(2).run(_inference_first, 2)
 
 
+@dataclasses.dataclass
+class Output:
+    tensor: torch.Tensor
+    note: str = "kept"
+
+
 class Returns(nn.Module):
     """A layer that returns its tensor inside something, and takes a keyword."""
 
@@ -442,19 +467,20 @@ class Returns(nn.Module):
 
     def forward(self, x: torch.Tensor, *, scale: torch.Tensor | None = None) -> object:
         y = self.linear(x) if scale is None else self.linear(x) * scale
-        return {"dict": {"x": y, "nothing": None}, "tuple": (y, 3), "tensor": y}[self.kind]
+        return {"dict": {"x": y, "nothing": None}, "dataclass": Output(y), "tuple": (y, 3), "tensor": y}[self.kind]
 
 
 class Shapes(nn.Module):
-    """Units that return a dict, a tuple and a tensor, the last of them called twice; and three parameters in one."""
+    """Units that return a dict, a tuple, a dataclass and a tensor, the last called twice; a three-way tie."""
 
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b, self.c = Returns("dict"), Returns("tuple"), Returns("tensor")
+        self.d = Returns("dataclass")
         self.a.linear.weight = self.b.linear.weight = self.c.linear.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.b(self.a(x, scale=torch.tensor(2.0))["x"])[0]
+        x = self.d(self.b(self.a(x, scale=torch.tensor(2.0))["x"])[0]).tensor
         return self.c(x) + self.c(2 * x)
 
 
@@ -480,6 +506,34 @@ def _shapes(units: str, frozen: str) -> None:
             torch.testing.assert_close(ours.grad.full_tensor(), p.grad, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("units", "frozen"), [("", "a"), ("abc", ""), ("ab", "b"), ("abc", "ac"), ("c", "abc")])
+@pytest.mark.parametrize(("units", "frozen"), [("", "a"), ("abcd", ""), ("abd", "b"), ("abcd", "ac"), ("c", "abcd")])
 def test_nested_outputs_three_way_ties_and_frozen_parameters_equal_one_process(pool, units: str, frozen: str) -> None:
     pool(3).run(_shapes, units, frozen)
+
+
+def _toggled(world: int) -> None:
+    from vescale import fully_shard
+
+    torch.manual_seed(0)
+    model, reference = Shapes(), Shapes()
+    reference.load_state_dict(model.state_dict())
+    for name in "abcd":
+        fully_shard(getattr(model, name))
+    fully_shard(model)
+    for step, frozen in enumerate(("", "bd", "a", "")):
+        for net in (model, reference):
+            net.zero_grad()
+            for name, p in net.named_parameters():
+                p.requires_grad_(name.split(".")[0] not in frozen)
+            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+            loss = net(x).square().mean()
+            loss.backward(retain_graph=True)
+            loss.backward()
+        for (name, ours), (_, p) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
+            assert (ours.grad is None) == (p.grad is None), (step, name)
+            if p.grad is not None:
+                torch.testing.assert_close(ours.grad.full_tensor(), p.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_freezing_between_steps_and_two_backwards_of_one_graph_equal_one_process(pool) -> None:
+    pool(2).run(_toggled, 2)

@@ -194,6 +194,26 @@ def _build_plain(rule: str):
     return model, Optimizer(model.named_parameters(), Rules(**RULES[rule]))
 
 
+def _skip_then_partial() -> None:
+    """A skipped step that a parameter took part in and one that it did not are different pasts."""
+    model, optimizer = _build("adamw", 0.0)
+    single, reference = _build_plain("adamw")
+    for net, stepper in ((model, optimizer), (single, reference)):
+        for step in range(4):
+            _set_grads(net, step)
+            if step < 2:
+                net.inner["b" if step == 0 else "a"].grad = None
+            stepper.step(skip=torch.tensor(float(step == 0)))
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(
+            param.full_tensor(), dict(single.named_parameters())[name].data, rtol=1e-6, atol=1e-7
+        )
+
+
+def test_skipped_and_missing_steps_are_told_apart(pool) -> None:
+    pool(2).run(_skip_then_partial)
+
+
 def test_a_parameter_without_gradient_is_left_and_does_not_age(pool) -> None:
     pool(2).run(_missing_gradients)
 
@@ -246,6 +266,10 @@ def _refusals() -> None:
             return (256,)
 
     model = fully_shard(nn.Linear(64, 33), max_padding=0.0)
+    optimizer = Optimizer(model.named_parameters(), Rules(all=("*", AdamW())))
+    optimizer.step()  # no gradient anywhere: nothing to do
+    with pytest.raises(NotImplementedError, match="make a new Optimizer"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
     with pytest.raises(ValueError, match="cut inside a run of 256.*block_of"):
         Optimizer(model.named_parameters(), Rules(all=("*", Runs256())))
     with pytest.raises(ValueError, match=r"no pattern matches parameter bias.*'gone' of group x matches no parameter"):

@@ -45,6 +45,13 @@ def test_everything_that_does_not_fit_is_in_one_message() -> None:
     assert "pattern 'nothing.*' of group gone matches no parameter" in message
 
 
+def test_a_group_that_takes_nothing_is_an_error() -> None:
+    with pytest.raises(ValueError, match="group late takes no parameter: groups before it take all"):
+        Rules(rest=("*", AdamW()), late=("norm.weight", AdamW())).route(NAMED)
+    with pytest.raises(ValueError, match="group none takes no parameter: it has no pattern"):
+        Rules(none=([], AdamW()), rest=("*", AdamW())).route(NAMED)
+
+
 def test_groups_are_pairs_of_patterns_and_rules() -> None:
     with pytest.raises(ValueError, match="at least one group"):
         Rules()
