@@ -76,21 +76,13 @@ def test_a_users_recipe_extends_ours() -> None:
     assert (config["trainer"]["steps"], config["name"]) == (7, "mine")
 
 
-def test_the_readmes_recipe_composes() -> None:
-    file, text = re.findall(r"```yaml\n# (\S+)\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.S)[0]
-    argv = re.findall(r"^python -m vescale.train (--config-dir .*)$", (ROOT / "README.md").read_text(), flags=re.M)[0]
-    Path(file).parent.mkdir(parents=True)
-    Path(file).write_text(text)
-    config = train.compose(argv.split())
-    assert (config["name"], config["trainer"]["steps"], "matrices" in config["optimizer"]) == ("mine", 100, False)
-    assert train.compose(["recipe=mine", "trainer.seed=1", "--config-dir=mine", "data.seed=2"])["data"]["seed"] == 2
-    assert "mine" in _choices_of("recipe=nope", argv.split()[:2])
-
-
-def _choices_of(wrong: str, options: list[str]) -> str:
-    with pytest.raises(ValueError, match="choose from") as caught:
-        train.compose([*options, wrong])
-    return str(caught.value)
+def test_options_may_stand_anywhere() -> None:
+    folder = _user_folder("optimizer: {matrices: {rule: {lr: 0.1}}, rest: {rule: {lr: 0.2}}}\n")
+    config = train.compose(["recipe=mine", "trainer.seed=1", folder, "data.seed=2"])
+    assert (config["trainer"]["seed"], config["data"]["seed"]) == (1, 2)
+    assert config["name"] == "mine,data.seed=2,trainer.seed=1"
+    with pytest.raises(ValueError, match="unknown recipe 'nope': choose from .*llama_debug_muon, mine"):
+        train.compose(["recipe=nope", "--config-dir", "mine"])
 
 
 def test_a_model_without_a_tuned_number_asks_for_one() -> None:
