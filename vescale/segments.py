@@ -149,11 +149,12 @@ def plan_hard(
 
 
 def lower_bound(tensors: Sequence[TensorSpec], *, num_ranks: int) -> int:
-    """Returns elements of padding below which no plan gets that cuts no granule and keeps equal tensors together.
+    """Returns elements of padding below which no plan gets that cuts no granule.
 
-    A buffer holds its elements; an edge lies a whole step inside a tensor or not at all, so ``S >= min(step, e)``; and
-    a tensor of two shards or more contains a whole one, so its step divides S. Over segments it is the least sum over
-    all set partitions, however many segments that takes.
+    A buffer holds its elements; an edge lies a whole step inside a tensor or not at all, so ``S >= min(step, e)``; no
+    rank holds more than ``S // g`` of the granules that are g or longer; and a tensor of two shards or more contains a
+    whole one, so its step divides S. Over segments it is the least sum over all set partitions, however many segments
+    that takes; of more than ``MOST_BOUND`` tensors, over those that keep equal tensors, and the smallest, together.
     """
     check(tensors, num_ranks=num_ranks)
     total = 0
@@ -366,7 +367,10 @@ class _Search:
     ) -> None:
         self.atoms, self.num_ranks, self.relaxed, self.tries = atoms, num_ranks, relaxed, tries
         self.numels = [sum(tensor.numel for _, tensor in atom) for atom in atoms]
-        self.longest = [_longest(((t.step(relaxed), t.numel) for _, t in atom)) for atom in atoms]
+        self.steps = [
+            _steps((step, _Step(t.numel, t.numel // step)) for _, t in atom for step in [t.step(relaxed)])
+            for atom in atoms
+        ]
         self.bounds: dict[int, int] = {}
         self.plans: dict[int, SegmentPlan] = {}
         self.misfits: dict[int, int] = {}  # largest shard known to be too small
@@ -421,23 +425,34 @@ class _Search:
     def bound(self, part: int) -> int:
         """Elements of padding that a part needs at least."""
         if part not in self.bounds:
-            longest = _longest(pair for i, steps in enumerate(self.longest) if part >> i & 1 for pair in steps.items())
-            self.bounds[part] = _bound(longest, self.numel(part), self.num_ranks)
+            steps = _steps(pair for i, known in enumerate(self.steps) if part >> i & 1 for pair in known.items())
+            self.bounds[part] = _bound(steps, self.numel(part), self.num_ranks)
         return self.bounds[part]
 
 
-def _longest(sized: Iterable[tuple[int, int]]) -> dict[int, int]:
-    """The elements of the longest of tensors of these (step, elements), for each step."""
-    longest: dict[int, int] = {}
-    for step, numel in sized:
-        longest[step] = max(longest.get(step, 0), numel)
-    return longest
+class _Step(NamedTuple):
+    """Tensors of one step: what their bound depends on."""
+
+    longest: int  # elements of the longest
+    granules: int  # whole ones of all
 
 
-def _bound(steps: Mapping[int, int], numel: int, num_ranks: int) -> int:
-    """Elements of padding of one segment at least, by the longest tensor of each step: see ``lower_bound``."""
-    longest = sorted(((numel, step) for step, numel in steps.items()), reverse=True)
-    least = max(-(-numel // num_ranks), *map(min, longest), 1)
+def _steps(parts: Iterable[tuple[int, _Step]]) -> dict[int, _Step]:
+    """What is known of tensors by their step, of several sets together."""
+    found: dict[int, _Step] = {}
+    for step, (longest, granules) in parts:
+        known = found.get(step, _Step(0, 0))
+        found[step] = _Step(max(known.longest, longest), known.granules + granules)
+    return found
+
+
+def _bound(steps: Mapping[int, _Step], numel: int, num_ranks: int) -> int:
+    """Elements of padding that one segment of these tensors needs at least: see ``lower_bound``."""
+    longest = sorted(((known.longest, step) for step, known in steps.items()), reverse=True)
+    least, granules = max(-(-numel // num_ranks), *map(min, longest), 1), 0
+    for step in sorted(steps, reverse=True):
+        granules += steps[step].granules
+        least = max(least, -(-granules // num_ranks) * step)
     # Shards of at most half a tensor are multiples of its step. The tensors of which that holds are the longest ones,
     # fewer for larger shards: for each such number the least size, if it is short enough for the shortest of them.
     modulus, best = COLLECTIVE, math.inf

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from itertools import combinations
@@ -199,9 +200,12 @@ def planned_size(tensors: list[tuple[int, int]], num_ranks: int) -> int:
     return plan_segment(specs, num_ranks=num_ranks, align=1, collective=1).shard_size
 
 
+INSTANCES = int(os.environ.get("VESCALE_INSTANCES", 4000))  # 20,000 take a minute
+
+
 def test_shards_are_the_smallest_in_999_of_1000_instances_and_never_twice_that() -> None:
     random, ratios = Random(2602), []
-    for i in range(4000):
+    for i in range(INSTANCES):
         tensors, num_ranks = instance(random, large=i % 3 == 0)
         ratios.append(planned_size(tensors, num_ranks) / optimum(tensors, num_ranks))
     assert min(ratios) == 1
