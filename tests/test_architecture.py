@@ -15,6 +15,7 @@ PACKAGES = ("vescale", "optimizers", "models", "recipes")
 LEVELS = (
     {"block"},
     {"planner"},
+    {"segments"},
     {"collectives", "placement"},
     {"ragged_tensor"},
     {"dbuffer"},

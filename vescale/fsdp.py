@@ -39,7 +39,8 @@ from torch.utils._pytree import tree_map
 from vescale import collectives
 from vescale.block import Block
 from vescale.planner import SegmentPlan
-from vescale.unit import PENDING, Member, Unit, home_of, plan_members
+from vescale.segments import plan_model
+from vescale.unit import PENDING, Member, Unit, home_of, member_specs
 
 BlockOf = Callable[[str, nn.Parameter], "Block | tuple[int, ...]"]
 
@@ -71,7 +72,8 @@ def fully_shard(
         ignored_params: Parameters to leave alone.
         block_of: Block of a parameter, from its name in the outermost sharded module; ``Rules.block_of``, or any
             function. None: single elements.
-        max_padding: Padding that may be paid to keep blocks whole, as a fraction of the unit's elements.
+        max_padding: Padding that may be paid to keep blocks whole, as a fraction of the elements of all units that
+            have the same.
         zero: ZeRO stage; 3 cuts parameters, gradients and optimizer state.
 
     Returns:
@@ -530,7 +532,9 @@ def _commit(root: ShardState) -> None:
     for state in fresh:
         state.mesh = state.mesh or mesh
         assert state.mesh is not None
-        state.unit = Unit(members[id(state)], state.mesh, mp_policy=state.mp_policy, max_padding=state.max_padding)
+    plans = _plan([(state, members[id(state)], state.mesh.size()) for state in fresh])  # type: ignore[union-attr]
+    for state, segments in zip(fresh, plans, strict=True):
+        state.unit = Unit(members[id(state)], segments, state.mesh, mp_policy=state.mp_policy)  # type: ignore[arg-type]
         state.committed = True
     tree = Tree(states)
     for state in states:
@@ -553,12 +557,21 @@ def preview(module: nn.Module, num_ranks: int) -> list[tuple[str, tuple[SegmentP
     if not isinstance(module, FSDPModule) or module._vescale_state.committed:
         raise ValueError("preview: expected a module that fully_shard was called on and whose parameters nobody took")
     members = _assign(module._vescale_state)
-    found = []
-    for name, inner in module.named_modules():
-        if isinstance(inner, FSDPModule):
-            state = inner._vescale_state
-            found.append((_plain(name), plan_members(members[id(state)], num_ranks, state.max_padding)))
-    return found
+    named = [(_plain(name), inner) for name, inner in module.named_modules() if isinstance(inner, FSDPModule)]
+    plans = _plan([(inner._vescale_state, members[id(inner._vescale_state)], num_ranks) for _, inner in named])
+    return [(name, segments) for (name, _), segments in zip(named, plans, strict=True)]
+
+
+def _plan(units: Sequence[tuple[ShardState, Sequence[Member], int]]) -> list[tuple[SegmentPlan, ...]]:
+    """Plans units, each on its number of ranks; those of one number and one ``max_padding`` share their budget."""
+    budgets: dict[tuple[int, float], list[int]] = defaultdict(list)
+    for i, (state, _, num_ranks) in enumerate(units):
+        budgets[num_ranks, state.max_padding].append(i)
+    found: dict[int, tuple[SegmentPlan, ...]] = {}
+    for (num_ranks, max_padding), some in budgets.items():
+        specs = [member_specs(units[i][1]) for i in some]
+        found.update(zip(some, plan_model(specs, num_ranks=num_ranks, max_padding=max_padding), strict=True))
+    return [found[i] for i in range(len(units))]
 
 
 def _assign(root: ShardState) -> dict[int, list[Member]]:

@@ -11,7 +11,7 @@ Shards are 192 elements; 712 of 768 are useful, the padding is 7.87 %. ``up`` co
 because 64 divides 192. ``down`` starts a whole granule before the edge at 576 rather than where ``up`` ends. So no
 edge cuts a granule, and an optimizer that is closed over granules needs no communication in its step.
 
-Granularity is a demand of ``plan_segment`` and a preference of ``plan_unit``, where padding has a budget. Everything is
+Granularity is a demand here; ``vescale.segments`` makes it a preference under a budget of padding. Everything is
 plain integers in elements, and nothing loops over ranks: 10,240 of them cost as much as two. The words are
 veScale-FSDP's (arXiv 2602.22437); the search is described at ``_smallest`` and ``_place``.
 """
@@ -20,10 +20,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Container, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, product
+from itertools import accumulate
 from typing import NamedTuple
 
 # Elements, for every dtype. Tensors and shards begin at multiples of ALIGN, so that vector loops have no tail: with
@@ -31,9 +31,6 @@ from typing import NamedTuple
 ALIGN = 32
 # Shard sizes are multiples of this many elements: 128 bytes in 2-byte dtypes, a whole line for every collective.
 COLLECTIVE = 64
-# Most plans that one segment is tried with when not everything fits, and most tensors placed over all of them.
-MOST_PLANS = 128
-MOST_PLACED = 16_000
 
 
 class TensorSpec(NamedTuple):
@@ -54,6 +51,14 @@ class TensorSpec(NamedTuple):
     finest: int = 1
     kind: Hashable = None
     itemsize: int = 4
+
+    def planned(self, relaxed: Container[int] = ()) -> int:
+        """Returns the granularity that no edge is off when those in ``relaxed`` are not kept."""
+        return self.finest if self.granularity in relaxed else math.lcm(self.granularity, self.finest)
+
+    def step(self, relaxed: Container[int] = (), align: int = ALIGN) -> int:
+        """Returns what edges inside are multiples of, starts and edges being multiples of ``align``."""
+        return math.lcm(self.planned(relaxed), align)
 
 
 @dataclass(frozen=True)
@@ -212,115 +217,13 @@ def plan_segment(
     Raises:
         ValueError: If there is no tensor, kinds differ, names repeat, or a number is out of its range.
     """
-    _check(tensors, num_ranks=num_ranks, align=align, collective=collective)
+    check(tensors, num_ranks=num_ranks, align=align, collective=collective)
     kinds = dict.fromkeys(tensor.kind for tensor in tensors)
     if len(kinds) != 1:
         raise ValueError(f"a segment has tensors of exactly one kind, got {list(kinds)}")
-    plan = _plan(tensors, num_ranks, align=align, collective=collective)
+    plan = plan_within(tensors, num_ranks, align=align, collective=collective)
     assert plan is not None  # without a limit everything fits on one rank
     return plan
-
-
-def plan_unit(tensors: Sequence[TensorSpec], *, num_ranks: int, max_padding: float = 0.01) -> tuple[SegmentPlan, ...]:
-    """Returns one plan per kind, kinds in order of appearance, that keeps granules as far as the padding allows.
-
-    If everything kept fits the budget, everything is kept. Else the tensors of some granularities are relaxed to
-    their finest, chosen for the fewest bytes in cut granules. Padding that the finest plans need anyhow is allowed.
-    A segment so small that COLLECTIVE elements per rank are more than its share of the budget has those instead.
-
-    Args:
-        tensors: In the order in which each segment shall hold them.
-        num_ranks: Ranks that share each buffer.
-        max_padding: Most padding, as a fraction of the elements of all tensors.
-
-    Raises:
-        ValueError: If names repeat or a number is out of its range.
-    """
-    _check(tensors, num_ranks=num_ranks, max_padding=max_padding)
-    segments: dict[Hashable, list[TensorSpec]] = {}
-    for tensor in tensors:
-        segments.setdefault(tensor.kind, []).append(tensor)
-    least = COLLECTIVE * num_ranks
-    small = {kind for kind, members in segments.items() if max_padding * _numel(members) < least}
-    large = [members for kind, members in segments.items() if kind not in small]
-    plans = _keep_most(large, num_ranks, int(max_padding * _numel(tensors)))
-    for kind in small:
-        plans += _keep_most([segments[kind]], num_ranks, least)
-    by_kind = {plan.kind: plan for plan in plans}
-    return tuple(by_kind[kind] for kind in segments)
-
-
-# --- which granules to keep ---
-
-
-def _keep_most(segments: Sequence[Sequence[TensorSpec]], num_ranks: int, budget: int) -> list[SegmentPlan]:
-    """Plans segments that share a budget of padding elements, with the fewest bytes cut."""
-    finest = [_finest(members, num_ranks) for members in segments]
-    slack = max(budget - _waste(finest), 0)
-    budget = _waste(finest) + slack
-    limits = [plan.shard_size + slack // num_ranks for plan in finest]
-    whole = [_plan(members, num_ranks, limit=limit) for members, limit in zip(segments, limits, strict=True)]
-    kept = [plan for plan in whole if plan is not None]
-    if len(kept) == len(whole) and _waste(kept) <= budget:
-        return kept
-    options = [_options(members, plan, limit) for members, plan, limit in zip(segments, finest, limits, strict=True)]
-    within = (plans for plans in product(*options) if _waste(plans) <= budget)
-    return list(min(within, key=lambda plans: (sum(plan.cut_bytes for plan in plans), _waste(plans))))
-
-
-def _options(members: Sequence[TensorSpec], finest: SegmentPlan, limit: int) -> list[SegmentPlan]:
-    """Plans of one segment in shards of at most ``limit``, less padding first, each with fewer cut bytes than the last.
-
-    The more granularities are kept the less fits, so sets of kept ones grow from none, and one that does not fit is
-    grown no further. No fixed order of relaxing is best; those that would cut the most bytes are kept first.
-    """
-    relaxable, most = _relaxable(members), max(min(MOST_PLANS, MOST_PLACED // len(members)), 2)
-
-    def keep(kept: frozenset[int]) -> SegmentPlan | None:
-        return _plan(members, finest.num_ranks, relaxed=relaxable - kept, limit=limit)
-
-    tried: dict[frozenset[int], SegmentPlan | None] = {frozenset(): finest}
-    by_stake = _by_stake(finest, relaxable)[: most - 1]
-    tried.update((kept, keep(kept)) for kept in (frozenset({granularity}) for granularity in by_stake))
-    order = [granularity for granularity in by_stake if tried[frozenset({granularity})]]
-    waiting: list[tuple[frozenset[int], int]] = [(frozenset(), -1)]
-    while waiting and len(tried) < most:
-        kept, last = waiting.pop()
-        if any(plan is None and misfit <= kept for misfit, plan in tried.items()):
-            continue
-        if kept not in tried:
-            tried[kept] = keep(kept)
-        if tried[kept] is not None:
-            waiting += [(kept | {order[i]}, i) for i in reversed(range(last + 1, len(order)))]
-    return _undominated([plan for plan in tried.values() if plan is not None])
-
-
-def _undominated(plans: Sequence[SegmentPlan]) -> list[SegmentPlan]:
-    """The plans than which none has shorter shards and fewer cut bytes; of equal ones, that with the most kept."""
-
-    def rank(plan: SegmentPlan) -> tuple[int, int, int]:
-        relaxed = sum(t.granularity % wanted > 0 for t, wanted in zip(plan.tensors, plan.wanted, strict=True))
-        return plan.shard_size, plan.cut_bytes, relaxed
-
-    found: list[SegmentPlan] = []
-    for plan in sorted(plans, key=rank):
-        if not found or plan.cut_bytes < found[-1].cut_bytes:
-            found.append(plan)
-    return found
-
-
-def _relaxable(members: Sequence[TensorSpec]) -> frozenset[int]:
-    """Granularities that some tensor wants beyond its finest."""
-    return frozenset(tensor.granularity for tensor in members if tensor.finest % tensor.granularity)
-
-
-def _by_stake(finest: SegmentPlan, relaxable: frozenset[int]) -> list[int]:
-    """Relaxable granularities, those with the most bytes cut in the finest plan first."""
-    stake = dict.fromkeys(relaxable, 0)
-    for i, (tensor, wanted) in enumerate(zip(finest.tensors, finest.wanted, strict=True)):
-        if wanted in stake:
-            stake[wanted] += finest.boundary(i).elements * tensor.itemsize
-    return sorted(relaxable, key=lambda granularity: (-stake[granularity], granularity))
 
 
 # --- one segment ---
@@ -333,13 +236,7 @@ class _Piece(NamedTuple):
     step: int  # edges inside lie at multiples of this, from its start
 
 
-def _finest(members: Sequence[TensorSpec], num_ranks: int) -> SegmentPlan:
-    plan = _plan(members, num_ranks, relaxed=_relaxable(members))
-    assert plan is not None  # without a limit everything fits on one rank
-    return plan
-
-
-def _plan(
+def plan_within(
     members: Sequence[TensorSpec],
     num_ranks: int,
     *,
@@ -349,16 +246,13 @@ def _plan(
     collective: int = COLLECTIVE,
 ) -> SegmentPlan | None:
     """Plans one segment, granularities in ``relaxed`` at their finest; None if shards would exceed ``limit``."""
-    steps = [t.finest if t.granularity in relaxed else math.lcm(t.granularity, t.finest) for t in members]
-    pieces = [
-        _Piece(-(-t.numel // align) * align, math.lcm(step, align)) for t, step in zip(members, steps, strict=True)
-    ]
+    pieces = [_Piece(-(-t.numel // align) * align, t.step(relaxed, align)) for t in members]
     size = _smallest(pieces, num_ranks, math.lcm(align, collective), limit)
     if size is None:
         return None
     offsets = _place(pieces, size, num_ranks, size)
     assert offsets is not None  # a search with less permission found a place
-    planned = tuple(t._replace(granularity=step) for t, step in zip(members, steps, strict=True))
+    planned = tuple(TensorSpec(t.name, t.numel, t.planned(relaxed), *t[3:]) for t in members)
     wanted = tuple(t.granularity for t in members)
     return SegmentPlan(planned, tuple(offsets), size, num_ranks, members[0].kind, wanted)
 
@@ -458,16 +352,7 @@ def _multiples(edges: range, granularity: int) -> int:
     return len(range(first, len(edges), period))
 
 
-def _numel(tensors: Sequence[TensorSpec]) -> int:
-    return sum(tensor.numel for tensor in tensors)
-
-
-def _waste(plans: Iterable[SegmentPlan]) -> int:
-    """Elements of the plans' buffers that belong to nobody."""
-    return sum(plan.numel - plan.useful for plan in plans)
-
-
-def _check(tensors: Sequence[TensorSpec], *, max_padding: float = 0.0, **counts: int) -> None:
+def check(tensors: Sequence[TensorSpec], *, max_padding: float = 0.0, **counts: int) -> None:
     """Raises one ValueError with everything that is wrong with the arguments of a plan."""
     wrong = [f"{name}: expected at least 1, got {count}" for name, count in counts.items() if count < 1]
     if not 0 <= max_padding < math.inf:

@@ -33,7 +33,7 @@ from torch.distributed.tensor import Partial, Replicate
 
 from vescale.block import Block, Lattice
 from vescale.dbuffer import DBuffer
-from vescale.planner import SegmentPlan, TensorSpec, plan_unit
+from vescale.planner import SegmentPlan, TensorSpec
 from vescale.ragged_tensor import RaggedTensor
 
 HOME = "_vescale_home"  # attribute of a sharded parameter: its Home
@@ -85,9 +85,9 @@ class Unit:
     Args:
         members: The parameters, in definition order; their values are copied into the master shards, nothing is
             communicated.
+        plans: Of all segments: where the members lie.
         mesh: One-dimensional; its ranks share the parameters.
         mp_policy: Compute and reduce dtypes, with torch's meaning.
-        max_padding: Padding that may be paid to keep blocks whole, as a fraction of the unit's elements.
     """
 
     segments: list[Segment]
@@ -96,14 +96,19 @@ class Unit:
     divide_factor: float | None  # None divides by the number of ranks
 
     def __init__(
-        self, members: Sequence[Member], mesh: DeviceMesh, *, mp_policy: MixedPrecisionPolicy, max_padding: float
+        self,
+        members: Sequence[Member],
+        plans: Sequence[SegmentPlan],
+        mesh: DeviceMesh,
+        *,
+        mp_policy: MixedPrecisionPolicy,
     ) -> None:
         self.mesh, self.mp_policy, self.divide_factor = mesh, mp_policy, None
         self.requires_gradient_sync = True
         self._gathers: list[dist.Work | None] = []
         self._reduces: list[tuple[Segment, DBuffer, dist.Work | None]] = []
         self._unsharded = False
-        self.segments = [self._segment(plan, members) for plan in plan_members(members, mesh.size(), max_padding)]
+        self.segments = [self._segment(plan, members) for plan in plans]
         self.reshard()
 
     def homes(self) -> list[tuple[nn.Module, str]]:
@@ -362,11 +367,14 @@ class Unit:
                     module._parameters[attribute] = param
 
 
-def plan_members(members: Sequence[Member], num_ranks: int, max_padding: float) -> tuple[SegmentPlan, ...]:
-    """Plans the unit, parameters of one group next to each other, so that an optimizer step is one run per group."""
+def member_specs(members: Sequence[Member]) -> list[TensorSpec]:
+    """Returns a unit's parameters as the planner sees them.
+
+    Parameters of one group lie next to each other, so that an optimizer step is one run per group.
+    """
     groups = list(dict.fromkeys(member.block.group for member in members))
     ordered = sorted(members, key=lambda member: groups.index(member.block.group))
-    specs = [
+    return [
         TensorSpec(
             name=member.name,
             numel=member.param.numel(),
@@ -377,7 +385,6 @@ def plan_members(members: Sequence[Member], num_ranks: int, max_padding: float) 
         )
         for member in ordered
     ]
-    return plan_unit(specs, num_ranks=num_ranks, max_padding=max_padding)
 
 
 def _own_attributes(param: torch.Tensor) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from itertools import combinations
@@ -12,7 +13,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from vescale import planner
-from vescale.planner import ALIGN, COLLECTIVE, Boundary, SegmentPlan, TensorSpec, plan_segment, plan_unit
+from vescale.planner import ALIGN, COLLECTIVE, Boundary, SegmentPlan, TensorSpec, plan_segment
+from vescale.segments import SEGMENT, plan_unit
 
 # --- any tensors, any number of ranks ---------------------------------------------------------------------------------
 
@@ -198,9 +200,12 @@ def planned_size(tensors: list[tuple[int, int]], num_ranks: int) -> int:
     return plan_segment(specs, num_ranks=num_ranks, align=1, collective=1).shard_size
 
 
+INSTANCES = int(os.environ.get("VESCALE_INSTANCES", 4000))  # 20,000 take a minute
+
+
 def test_shards_are_the_smallest_in_999_of_1000_instances_and_never_twice_that() -> None:
     random, ratios = Random(2602), []
-    for i in range(4000):
+    for i in range(INSTANCES):
         tensors, num_ranks = instance(random, large=i % 3 == 0)
         ratios.append(planned_size(tensors, num_ranks) / optimum(tensors, num_ranks))
     assert min(ratios) == 1
@@ -263,8 +268,6 @@ def test_granules_longer_than_a_shard_are_cut_rather_than_padded() -> None:
     assert plan_segment(tensors, num_ranks=64).padding > 16  # the largest matrix would be every rank's shard
     (plan,) = plan_unit(tensors, num_ranks=64)
     assert plan.padding <= 0.01 and plan.cut_bytes > 0
-    sizes = {tensor.numel for tensor in plan.tensors if tensor.granularity > 1}
-    assert sizes == {1024 * 8192}  # k and v are shorter than a shard, and stay whole
 
 
 def test_nothing_is_relaxed_that_costs_nothing_to_keep() -> None:
@@ -276,29 +279,36 @@ def test_nothing_is_relaxed_that_costs_nothing_to_keep() -> None:
 @pytest.mark.parametrize("num_ranks", [3, 8, 24, 61])
 @pytest.mark.parametrize("rows", [1, 8, 32, None])
 @pytest.mark.parametrize("max_padding", [0.002, 0.01, 0.1, 1.0])
-def test_no_other_choice_of_granularities_within_the_budget_cuts_fewer_bytes(
+def test_no_other_choice_of_granularities_within_the_budget_costs_less(
     num_ranks: int, rows: int | None, max_padding: float
 ) -> None:
     tensors = llama_layer(768, 192, 2176, rows=rows)
     tensors += [TensorSpec("lm_head", 768 * 1000, 96 * 768, kind="float32"), TensorSpec("b", 5000, 250, kind="float32")]
-    (plan,) = plan_unit(tensors, num_ranks=num_ranks, max_padding=max_padding)
+    useful = sum(tensor.numel for tensor in tensors)
     wishes = sorted({tensor.granularity for tensor in tensors if tensor.granularity > 1})
     finest = plan_segment([t._replace(granularity=1) for t in tensors], num_ranks=num_ranks)
-    budget = max(max_padding * plan.useful, finest.numel - finest.useful)
-    if max_padding * plan.useful < COLLECTIVE * num_ranks:
+    budget = max(max_padding * useful, finest.numel - finest.useful)
+    if max_padding * useful < COLLECTIVE * num_ranks:
         budget = max(COLLECTIVE * num_ranks, finest.numel - finest.useful)
-    fewest = []
+    costs, uncut = [], []
     for relaxed in (set(some) for count in range(len(wishes) + 1) for some in combinations(wishes, count)):
         chosen = [t._replace(granularity=1) if t.granularity in relaxed else t for t in tensors]
         other = plan_segment(chosen, num_ranks=num_ranks)
-        if other.numel - other.useful <= budget:
+        waste = other.numel - other.useful
+        if waste <= budget:
             cut = [
                 Boundary(other.offsets[i], t.numel, t.granularity, other.shard_size).elements * t.itemsize
                 for i, t in enumerate(tensors)
             ]
-            fewest.append(sum(cut))
-    assert plan.numel - plan.useful <= budget
-    assert plan.cut_bytes == min(fewest)
+            costs.append(6 * num_ranks * waste + sum(cut))
+            uncut += [waste] if not sum(cut) else []
+    plans = plan_unit(tensors, num_ranks=num_ranks, max_padding=max_padding)
+    waste = sum(plan.numel - plan.useful for plan in plans)
+    assert waste <= budget
+    if uncut:
+        assert len(plans) == 1 and plans[0].cut_bytes == 0 and waste == min(uncut)
+    elif cut_bytes := sum(plan.cut_bytes for plan in plans):  # else further segments kept everything
+        assert 6 * num_ranks * (waste + SEGMENT * (len(plans) - 1)) + cut_bytes <= min(costs)
 
 
 def test_the_finest_granularity_is_the_floor_even_where_it_pads_more_than_the_budget() -> None:
@@ -343,7 +353,7 @@ def test_large_segments_share_one_budget() -> None:
 
 
 def test_segments_that_fit_the_budget_only_one_by_one_do_not_both_spend_it() -> None:
-    tensors = [TensorSpec(f"{kind}{i}", 1000 * 32, 1000 * 32, kind=kind) for kind in "ab" for i in range(15)]
+    tensors = [TensorSpec(f"{kind}{i}", 1000 * 32, 1000 * 32, 1, kind, 8) for kind in "ab" for i in range(15)]
     alone = plan_unit(tensors[:15], num_ranks=8, max_padding=0.1)
     assert alone[0].cut_bytes == 0 and alone[0].padding > 0.05
     together = plan_unit(tensors, num_ranks=8, max_padding=0.05)  # as many elements of padding as one had alone
@@ -408,10 +418,10 @@ def test_ten_thousand_ranks_are_planned_and_counted_in_a_moment() -> None:
     for tensors in (llama_layer(8192, 1024, 28672, rows=None), llama_layer(8192, 1024, 28672, rows=128), many):
         seconds = []
         for _ in range(3):
-            begin = time.perf_counter()
+            begin = time.process_time()
             (plan,) = plan_unit(tensors, num_ranks=10_240)
             assert sum(len(plan.boundary(i)) for i in range(len(tensors))) > 0
-            seconds.append(time.perf_counter() - begin)
+            seconds.append(time.process_time() - begin)
         assert min(seconds) < 0.3
 
 

@@ -1,0 +1,211 @@
+"""Segments: granules kept at the least padding over all partitions, one budget for a model, bounds nothing beats."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vescale.planner import ALIGN, COLLECTIVE, SegmentPlan, TensorSpec, plan_segment
+from vescale.segments import (
+    MOST_HARD,
+    SEGMENT,
+    even_padding,
+    lcm_padding,
+    lower_bound,
+    plan_hard,
+    plan_model,
+    plan_unit,
+)
+
+world_sizes = st.one_of(st.integers(1, 16), st.integers(1, 4096), st.sampled_from([2, 3, 5, 7, 61, 127, 1021, 4093]))
+matrices = st.builds(
+    lambda rows, columns, block: (rows * columns, block * columns),
+    st.integers(1, 3000),
+    st.sampled_from([512, 1536, 2048, 2880, 4096, 7168]),
+    st.sampled_from([1, 1, 2, 16, 100]),
+)
+units = st.lists(st.one_of(matrices, st.tuples(st.integers(0, 9000), st.just(1))), min_size=1, max_size=7)
+
+
+def specs(pairs: list[tuple[int, int]]) -> list[TensorSpec]:
+    return [TensorSpec(f"t{i}", numel, granularity) for i, (numel, granularity) in enumerate(pairs)]
+
+
+def layer(shapes: dict[str, tuple[int, ...]], rows: int | None) -> list[TensorSpec]:
+    """Granules of rows of the last dim, of whole matrices, or of single elements where there is one dim."""
+    return [
+        TensorSpec(name, math.prod(shape), 1 if len(shape) == 1 else (rows or shape[-2]) * shape[-1])
+        for name, shape in shapes.items()
+    ]
+
+
+def waste(plans: tuple[SegmentPlan, ...]) -> int:
+    return sum(plan.numel - plan.useful for plan in plans)
+
+
+LLAMA_70B = {
+    "norm": (8192,),
+    "q": (8192, 8192),
+    "k": (1024, 8192),
+    "v": (1024, 8192),
+    "o": (8192, 8192),
+    "gate": (28672, 8192),
+    "up": (28672, 8192),
+    "down": (8192, 28672),
+}
+DEEPSEEK_ATTENTION = {
+    "norm": (7168,),
+    "q_a": (1536, 7168),
+    "q_b": (24576, 1536),
+    "kv_a": (576, 7168),
+    "kv_b": (32768, 512),
+    "o": (7168, 16384),
+}
+DEEPSEEK_DENSE = DEEPSEEK_ATTENTION | {"gate": (18432, 7168), "up": (18432, 7168), "down": (7168, 18432)}
+DEEPSEEK_MOE = DEEPSEEK_ATTENTION | {
+    f"{expert}.{name}": shape
+    for expert in ("shared", *range(256))
+    for name, shape in (("gate", (2048, 7168)), ("up", (2048, 7168)), ("down", (7168, 2048)))
+}
+
+# --- granules kept at any price ---------------------------------------------------------------------------------------
+
+
+@settings(max_examples=150, deadline=None)
+@given(units, world_sizes)
+def test_hard_segments_hold_every_tensor_once_and_cut_nothing(pairs: list[tuple[int, int]], num_ranks: int) -> None:
+    tensors = specs(pairs)
+    plans = plan_hard(tensors, num_ranks=num_ranks)
+    assert 1 <= len(plans) <= MOST_HARD
+    assert sorted(tensor.name for plan in plans for tensor in plan.tensors) == sorted(t.name for t in tensors)
+    for plan in plans:
+        assert plan.cut_bytes == 0 and plan.shard_size % COLLECTIVE == 0
+        assert all(offset % ALIGN == 0 for offset in plan.offsets)
+        assert list(plan.tensors) == sorted(plan.tensors, key=lambda tensor: int(tensor.name[1:]))
+        for i, tensor in enumerate(plan.tensors):
+            start, stop = plan.interval(i)
+            assert i == 0 or plan.interval(i - 1)[1] <= start
+            assert stop <= plan.numel
+            edges = range((start // plan.shard_size + 1) * plan.shard_size, stop, plan.shard_size)
+            assert all((edge - start) % tensor.granularity == 0 for edge in edges)
+    one = plan_segment(tensors, num_ranks=num_ranks)
+    assert waste(plans) + SEGMENT * (len(plans) - 1) <= one.numel - one.useful
+    assert lower_bound(tensors, num_ranks=num_ranks) <= waste(plans)
+
+
+@settings(max_examples=80, deadline=None)
+@given(units, world_sizes)
+def test_the_smallest_budget_is_named_and_can_be_met(pairs: list[tuple[int, int]], num_ranks: int) -> None:
+    tensors = specs(pairs)
+    total = sum(tensor.numel for tensor in tensors)
+    try:
+        plans = plan_hard(tensors, num_ranks=num_ranks, max_padding=0.001)
+    except ValueError as error:
+        if not total:
+            return
+        least = float(str(error).split("expected at least ")[1].split(",")[0])
+        assert least > 0.001
+        plans = plan_hard(tensors, num_ranks=num_ranks, max_padding=least)
+        assert waste(plans) <= least * total
+    else:
+        assert waste(plans) <= 0.001 * total
+
+
+@pytest.mark.parametrize(
+    "shapes, rows, num_ranks, padding",
+    [
+        (LLAMA_70B, 32, 16, 0.0001),
+        (LLAMA_70B, 32, 64, 0.0001),
+        (LLAMA_70B, 32, 256, 0.0196),  # gate and up lie apart: with down in one segment, with the rest in another
+        (LLAMA_70B, 32, 512, 0.0981),
+        (DEEPSEEK_DENSE, 1, 512, 0.0002),
+    ],
+)
+def test_layers_reach_the_bound(shapes: dict[str, tuple[int, ...]], rows: int, num_ranks: int, padding: float) -> None:
+    tensors = layer(shapes, rows)
+    useful = sum(tensor.numel for tensor in tensors)
+    plans = plan_hard(tensors, num_ranks=num_ranks)
+    assert waste(plans) <= padding * useful
+    assert waste(plans) - lower_bound(tensors, num_ranks=num_ranks) <= SEGMENT * MOST_HARD
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 6)), min_size=1, max_size=5), st.integers(1, 6))
+def test_no_single_segment_beats_the_bound(pairs: list[tuple[int, int]], num_ranks: int) -> None:
+    """All numbers in alignments of 64, so that alignment decides nothing; every partition is looked at elsewhere."""
+    tensors = specs([(64 * numel, 64 * granularity) for numel, granularity in pairs])
+    plan = plan_segment(tensors, num_ranks=num_ranks)
+    assert lower_bound(tensors, num_ranks=num_ranks) <= plan.numel - plan.useful
+
+
+def test_the_other_rules() -> None:
+    assert even_padding([(10, 3), (4,), ()], num_ranks=4) == 2 * 3 + 0 + 3
+    assert lcm_padding([TensorSpec("a", 60, 6), TensorSpec("b", 40, 4)], num_ranks=2) == 2 * 60 - 100
+
+
+# --- one budget for a model -------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(units, min_size=1, max_size=4), world_sizes, st.sampled_from([0.0, 0.01, 0.3]))
+def test_units_share_one_budget(model: list[list[tuple[int, int]]], num_ranks: int, max_padding: float) -> None:
+    tensors = [specs(pairs) for pairs in model]
+    plans = plan_model(tensors, num_ranks=num_ranks, max_padding=max_padding)
+    total = sum(tensor.numel for unit in tensors for tensor in unit)
+    spent = floor = 0
+    for unit, segments in zip(tensors, plans, strict=True):
+        assert sorted(t.name for p in segments for t in p.tensors) == sorted(t.name for t in unit)
+        finest = plan_segment([t._replace(granularity=1) for t in unit], num_ranks=num_ranks)
+        if max_padding * finest.useful < COLLECTIVE * num_ranks:
+            assert len(segments) == 1
+            assert waste(segments) <= max(COLLECTIVE * num_ranks, finest.numel - finest.useful)
+        else:
+            spent, floor = spent + waste(segments), floor + finest.numel - finest.useful
+    assert spent <= max(max_padding * total, floor)
+    assert plans == plan_model(tensors, num_ranks=num_ranks, max_padding=max_padding)
+
+
+def test_equal_units_have_equal_plans_under_their_own_names() -> None:
+    first = layer(LLAMA_70B, 32)
+    second = [tensor._replace(name=f"other.{tensor.name}") for tensor in first]
+    one, two = plan_model([first, second], num_ranks=64)
+    assert [plan.offsets for plan in one] == [plan.offsets for plan in two]
+    assert [[f"other.{t.name}" for t in plan.tensors] for plan in one] == [[t.name for t in p.tensors] for p in two]
+    assert plan_model([], num_ranks=2) == []
+
+
+def test_what_one_unit_leaves_of_the_budget_another_may_use() -> None:
+    easy = [TensorSpec("easy", 64 * 8 * 40_000, 64)]
+    hard = [TensorSpec(f"hard{i}", 1000 * 32, 1000 * 32, itemsize=8) for i in range(9)]
+    assert plan_unit(hard, num_ranks=8, max_padding=0.2)[0].cut_bytes > 0
+    plans = plan_model([easy, hard], num_ranks=8, max_padding=0.2)
+    assert [plan.cut_bytes for segments in plans for plan in segments] == [0, 0]
+
+
+def test_a_second_segment_keeps_what_one_would_cut() -> None:
+    """Rows of 2048 and 7168 in one buffer pad 81 % or are cut; apart they pad nothing."""
+    tensors = layer(DEEPSEEK_DENSE, 1)
+    assert plan_segment(tensors, num_ranks=512).padding > 0.8
+    plans = plan_unit(tensors, num_ranks=512)
+    assert len(plans) > 1 and not any(plan.cut_bytes for plan in plans)
+    assert waste(plans) <= 0.01 * sum(tensor.numel for tensor in tensors)
+
+
+@pytest.mark.parametrize("num_ranks", [8, 1021, 10_240])
+@pytest.mark.parametrize("rows", [1, 32, None])
+def test_all_of_deepseek_v3_is_planned_in_a_moment(num_ranks: int, rows: int | None) -> None:
+    root = layer({"embed": (129280, 7168), "head": (129280, 7168), "norm": (7168,)}, 1)
+    model = [*(layer(DEEPSEEK_DENSE if i < 3 else DEEPSEEK_MOE, rows) for i in range(61)), root]
+    model = [[t._replace(name=f"{i}.{t.name}") for t in unit] for i, unit in enumerate(model)]
+    seconds = []
+    for _ in range(2):
+        begin = time.process_time()
+        plans = plan_model(model, num_ranks=num_ranks)
+        seconds.append(time.process_time() - begin)
+    useful = sum(plan.useful for segments in plans for plan in segments)
+    assert sum(map(waste, plans)) <= 0.01 * useful
+    assert min(seconds) < 1
