@@ -19,8 +19,9 @@ find_python() {
 make_venv() {
     local extra=${1:-} python key
     key=$(sha256sum pyproject.toml | cut -d' ' -f1)
-    # The glob: an installation with any extra has the project too.
-    if [[ -x .venv/bin/python ]] && cat .venv/installed-"${extra:-}"* 2>/dev/null | grep -qx "$key"; then
+    # The glob: an installation with any extra has the project too. No pipe: `grep -q` leaves at the first match, and
+    # under pipefail the writer's SIGPIPE would read as "not installed".
+    if [[ -x .venv/bin/python ]] && grep -qsxF "$key" .venv/installed-"$extra"*; then
         return
     fi
     if ! .venv/bin/python -c '' 2>/dev/null; then
