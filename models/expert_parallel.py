@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from models.moe import Experts, StackedLinear
 
-EXPERTS = "experts_of"  # attribute of a parameter that holds some experts of a stack: its Held
+PART = "part_of"  # attribute of a parameter that is some experts of a stack: its Held
 
 
 class Held:
@@ -42,7 +42,7 @@ class Held:
 
 def held(parameter: torch.Tensor) -> Held | None:
     """Returns which experts of a stack a parameter holds; None when that is all of them."""
-    return getattr(parameter, EXPERTS, None)
+    return getattr(parameter, PART, None)
 
 
 class ExpertParallel:
@@ -63,7 +63,7 @@ class ExpertParallel:
             assert isinstance(linear, StackedLinear)
             for name, parameter in list(linear.named_parameters(recurse=False)):
                 part = nn.Parameter(parameter.detach()[self.held.first : self.held.stop].clone())
-                setattr(part, EXPERTS, self.held)
+                setattr(part, PART, self.held)
                 setattr(linear, name, part)
 
     def __call__(self, x: torch.Tensor, counts: torch.Tensor, experts: nn.Module) -> torch.Tensor:

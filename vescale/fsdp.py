@@ -539,9 +539,11 @@ def _commit(root: ShardState) -> None:
     tree = Tree(states)
     for state in states:
         state.tree = tree
-    digests = "".join(segment.plan.digest() for state in fresh for segment in state.unit.segments)
-    for group in {id(state.mesh): state.unit.mesh.get_group() for state in fresh}.values():
-        collectives.same_on_every_rank(digests, what="the plan of fully_shard", group=group)
+    digests: dict[dist.ProcessGroup, str] = defaultdict(str)  # ranks that share other parameters have other plans
+    for state in fresh:
+        digests[state.unit.mesh.get_group()] += "".join(segment.plan.digest() for segment in state.unit.segments)
+    for group, digest in digests.items():
+        collectives.same_on_every_rank(digest, what="the plan of fully_shard", group=group)
 
 
 def preview(module: nn.Module, num_ranks: int) -> list[tuple[str, tuple[SegmentPlan, ...]]]:
