@@ -19,12 +19,12 @@ import torch.distributed as dist
 from safetensors import safe_open
 
 from models.decoder import CausalLM, CausalLMConfig
-from models.expert_parallel import held
+from models.expert_parallel import Held, held
 from models.files import Stored, read_headers, read_json, sync, write_json, write_weights
 from models.hf_config import CONFIG, config_json, load_config, model_type_of
 from models.stored import Part, parts_of, stored
 
-__all__ = ["load", "load_config", "load_weights", "save", "write"]
+__all__ = ["load", "load_config", "load_weights", "save", "whole", "write"]
 
 # Safetensors' names of the dtypes that a weight may be stored in.
 _FLOATS = ("F64", "F32", "F16", "BF16")
@@ -133,7 +133,7 @@ def save(
             rank.
     """
     buffers = {name for name, _ in model.named_buffers()}
-    parameters = ((name, _whole(tensor)) for name, tensor in _tensors(model))
+    parameters = ((name, whole(tensor)) for name, tensor in _tensors(model))
     tensors = ((n, t if dtype is None or n in buffers else t.to(dtype)) for n, t in parameters)
     if not any(hasattr(p, "full_tensor") or held(p) for p in model.parameters()):
         write(folder, model.config, tensors, like=like, shard_bytes=shard_bytes)
@@ -217,12 +217,17 @@ def _local_run(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
     return tensor.detach().to_local(), tensor.run[0]  # type: ignore[attr-defined]
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Gathers a tensor from the ranks that share it: first its shards, then the experts that others hold."""
+def whole(tensor: torch.Tensor, part: Held | None = None) -> torch.Tensor:
+    """Returns a tensor gathered from the ranks that share it: first its shards, then the experts that others hold.
+
+    Args:
+        tensor: A parameter or buffer, plain or sharded; every rank that shares it calls this.
+        part: Of the parameter that ``tensor`` is like, if it is not one itself; its gradient, for example.
+    """
+    part = part or held(tensor)
     local = tensor.detach()
     if hasattr(local, "full_tensor"):
         local = local.full_tensor()
-    part = held(tensor)
     if part is None:
         return local
     stacks = []

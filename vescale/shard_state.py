@@ -133,7 +133,7 @@ class ShardState:
         tree = self.tree
         if tree.root is self or (tree.callback_queued and torch._C._current_graph_task_id() == -1):
             tree.reset()  # an exception ended the last forward, or the last backward
-        if self.in_backward:  # recomputation by activation checkpointing
+        if self._recomputing():
             self._whole()
             return self._cast_inputs(args, kwargs)
         if tree.root is None:
@@ -149,7 +149,7 @@ class ShardState:
         return self._watch_inputs(args, kwargs) if torch.is_grad_enabled() else (args, kwargs)
 
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if not self.in_backward:
+        if not self._recomputing():
             self._watch_outputs(output)
             if self.reshards_after_forward():
                 self.unit.reshard(to_part=torch.is_grad_enabled())
@@ -165,6 +165,12 @@ class ShardState:
         for state in self.tree.states:
             if state not in self.tree.order:  # prefetched on a hint that did not come true
                 state.unit.reshard()
+
+    def _recomputing(self) -> bool:
+        """Whether activation checkpointing runs this forward again: after its own backward began, or, inside a module
+        that is recomputed, before. What the first run watched is what backward goes through.
+        """
+        return self.in_backward or (self.pending > 0 and torch._C._current_graph_task_id() != -1)
 
     def _whole(self) -> None:
         self.unit.unshard()
