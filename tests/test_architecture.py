@@ -21,7 +21,7 @@ LEVELS = (
     {"dbuffer"},
     {"unit"},
     {"shard_state", "commit", "fsdp_module", "fsdp", "rule", "run", "exchange", "optimizer", "grad_norm"},
-    {"mesh", "checkpoint", "data", "tracking"},
+    {"rows", "mesh", "checkpoint", "data", "tracking"},
     {"trainer"},
     {"train"},
 )

@@ -29,6 +29,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from vescale.optimizer import Optimizer
+from vescale.rows import rows_of
 
 SEAL = "seal.json"
 PARTIAL = ".partial"
@@ -144,11 +145,15 @@ def _tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:
     """Every tensor of the run under its name; tied parameters once, under their first name."""
     seen: set[int] = set()
     tensors: dict[str, torch.Tensor] = {}
+    parts: dict[str, Any] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if id(value) not in seen:
             seen.add(id(value))
-            tensors[f"model.{name}"] = value.detach()
-    return tensors | {f"optimizer.{name}": value for name, value in optimizer.named_state().items()}
+            parts[name] = getattr(value, "part_of", None)
+            tensors[f"model.{name}"] = rows_of(value.detach(), parts[name])
+    for name, value in optimizer.named_state().items():
+        tensors[f"optimizer.{name}"] = rows_of(value, parts.get(name.rpartition(".")[0]))
+    return tensors
 
 
 def _compare(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, Any]) -> None:

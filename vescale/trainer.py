@@ -29,7 +29,7 @@ from vescale.commit import preview
 from vescale.data import IGNORED, Batch, Dataset, TextData
 from vescale.fsdp import fully_shard
 from vescale.grad_norm import clip_grad_norm_
-from vescale.mesh import ParallelismConfig, make_mesh, pick_device, process_group, rank_of_job
+from vescale.mesh import ParallelismConfig, make_expert_mesh, make_mesh, pick_device, process_group, rank_of_job
 from vescale.optimizer import Optimizer
 from vescale.planner import SegmentPlan
 from vescale.rule import Rules
@@ -52,7 +52,11 @@ class ModelConfig(Protocol):
     max_position_embeddings: int
 
     def build(self) -> nn.Module:
-        """Returns the model: ``model(input_ids, labels)`` is the sum of token losses, ``units()`` its layers."""
+        """Returns the model: ``model(input_ids, labels)`` is the sum of token losses, ``units()`` its layers.
+
+        ``finish_step()`` ends an optimizer step and returns metrics. With experts, ``deal_experts(group)`` leaves this
+        rank its part of them and ``expert_units()`` are those.
+        """
 
     def num_parameters(self) -> int:
         """Returns the number of parameters."""
@@ -312,6 +316,7 @@ class Trainer:
         norm = clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm or math.inf)
         self.optimizer.step()
         self.optimizer.zero_grad()
+        self.loads = self.model.finish_step()
         self._counted += tokens
         return self._sum(total), norm
 
@@ -335,6 +340,7 @@ class Trainer:
         mesh = make_mesh(self.device)
         digest = hashlib.sha256(json.dumps(self.settings, sort_keys=True).encode()).hexdigest()
         same_on_every_rank(digest, what="the configuration", group=mesh.get_group())
+        self._deal_experts()
         self._shard(mesh=mesh)
         self.model.to_empty(device=self.device)
         torch.manual_seed(self.config.seed)
@@ -344,8 +350,15 @@ class Trainer:
         self.peaks = [group["lr"] for group in self.optimizer.param_groups]
         self._counted = torch.zeros((), dtype=torch.int64, device=self.device)
 
-    def _shard(self, **options: Any) -> None:
-        for module in (*self.model.units(), self.model):
+    def _deal_experts(self) -> None:
+        """Deals the experts over the ep axis, and shards each part over the ranks that have the same."""
+        if self.parallelism.ep > 1:
+            mesh = make_expert_mesh(self.device, self.parallelism.ep)
+            self.model.deal_experts(mesh["ep"].get_group())
+            self._shard(self.model.expert_units(), mesh=mesh["efsdp"])
+
+    def _shard(self, modules: Sequence[nn.Module] | None = None, **options: Any) -> None:
+        for module in (*self.model.units(), self.model) if modules is None else modules:
             fully_shard(
                 module,
                 mp_policy=self.parallelism.mp_policy,
@@ -440,6 +453,7 @@ class Trainer:
         self._since, self._tokens_then = now, counted
         row = {"loss": loss.item(), "grad_norm": norm.item(), "tokens_per_second": speed, "memory_gib": memory}
         rates = {f"lr/{group['name']}": float(group["lr"]) for group in self.optimizer.param_groups}
+        row |= {name: value.item() for name, value in self.loads.items()}
         lr = "/".join(f"{rate:.2g}" for rate in dict.fromkeys(rates.values()))
         self._record(
             row | rates,

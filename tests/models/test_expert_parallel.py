@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from models import DeepseekV3Config, Qwen3MoeConfig, hf
 from models.decoder import CausalLM, CausalLMConfig
 from models.expert_parallel import held
 from optimizers import AdamW, Muon
-from vescale import Optimizer, Rules, clip_grad_norm_, fully_shard
+from vescale import Optimizer, Rules, checkpoint, clip_grad_norm_, fully_shard
 from vescale.mesh import make_expert_mesh
 
 SIZES: dict[str, Any] = {
@@ -40,18 +42,12 @@ RULES = Rules(
 TOKENS = 12  # sequences of 5: rows that nothing divides
 
 
-def few(config: Qwen3MoeConfig, **changes: Any) -> Qwen3MoeConfig:
-    from dataclasses import replace
-
-    return replace(config, **changes)
-
-
 # What the routers' weights are filled with: every token to the same experts, or as they like.
 CASES: dict[str, tuple[CausalLMConfig, float | None]] = {
     "spread": (QWEN, None),
     "all to two experts": (QWEN, 0.0),
-    "one each, three experts": (few(QWEN, num_experts=3, num_experts_per_tok=1), None),
-    "all to one expert": (few(QWEN, num_experts=5, num_experts_per_tok=1), 0.0),
+    "one each, three experts": (replace(QWEN, num_experts=3, num_experts_per_tok=1), None),
+    "all to one expert": (replace(QWEN, num_experts=5, num_experts_per_tok=1), 0.0),
     "latent, balanced, recomputed": (DEEPSEEK, None),
 }
 
@@ -72,9 +68,8 @@ def data(rank: int, world: int) -> torch.Tensor:
     return rows[rank * share : (rank + 1) * share]
 
 
-def steps(model: CausalLM, ids: torch.Tensor, sharded: bool) -> dict[str, Any]:
+def steps(model: CausalLM, optimizer: Optimizer, ids: torch.Tensor) -> dict[str, Any]:
     """Two optimizer steps; what came of them, whole and under plain names."""
-    optimizer = Optimizer(model.named_parameters(), RULES)
     out: dict[str, Any] = {"logits": model(ids[:, :-1]).detach()}
     for _ in range(2):
         loss = model(ids[:, :-1], ids[:, 1:]) / (5 * TOKENS)
@@ -85,18 +80,19 @@ def steps(model: CausalLM, ids: torch.Tensor, sharded: bool) -> dict[str, Any]:
         optimizer.zero_grad()
         out["loads"] = model.finish_step()
     out["loss"] = loss.detach()
-    out["weights"] = {name: hf.whole(t) for name, t in hf._tensors(model)}
+    out["weights"] = {name: hf.whole(tensor) for name, tensor in hf.named_tensors(model)}
     return out
 
 
 def one_process(config: CausalLMConfig, router: float | None) -> dict[str, Any]:
     model = config.build()
     fill(model, router)
-    return steps(model, data(0, 1), sharded=False)
+    return steps(model, Optimizer(model.named_parameters(), RULES), data(0, 1))
 
 
-def dealt(config: CausalLMConfig, router: float | None, ep: int) -> dict[str, Any]:
-    rank, world = dist.get_rank(), dist.get_world_size()
+def built(config: CausalLMConfig, ep: int) -> tuple[CausalLM, Optimizer]:
+    """A model on all ranks, its experts dealt over ``ep`` of them, and its optimizer."""
+    world = dist.get_world_size()
     mesh, experts = init_device_mesh("cpu", (world,)), make_expert_mesh(torch.device("cpu"), ep)
     with torch.device("meta"):
         model = config.build()
@@ -106,9 +102,15 @@ def dealt(config: CausalLMConfig, router: float | None, ep: int) -> dict[str, An
     for module in (*model.units(), model):
         fully_shard(module, mesh=mesh, block_of=RULES.block_of)
     model.to_empty(device="cpu")
-    fill(model, router)
+    fill(model, None)
     model.set_gradient_divide_factor(1.0, recurse=True)
-    return steps(model, data(rank, world), sharded=True)
+    return model, Optimizer(model.named_parameters(), RULES)
+
+
+def dealt(config: CausalLMConfig, router: float | None, ep: int) -> dict[str, Any]:
+    model, optimizer = built(config, ep)
+    fill(model, router)
+    return steps(model, optimizer, data(dist.get_rank(), dist.get_world_size()))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -123,3 +125,30 @@ def test_outputs_gradients_and_updates_are_those_of_one_process(name: str, world
     for result in results:
         for key in ("grads", "norm", "weights", "loads"):
             torch.testing.assert_close(result[key], want[key], **close)
+
+
+def everything(model: CausalLM, optimizer: Optimizer) -> dict[str, torch.Tensor]:
+    """Parameters, buffers and state, whole."""
+    parameters = dict(model.named_parameters())
+    of = {name: held(parameters[name.rpartition(".")[0]]) for name in optimizer.named_state()}
+    state = {name: hf.whole(value, of[name]) for name, value in optimizer.named_state().items() if value.ndim}
+    return state | {name: hf.whole(tensor) for name, tensor in hf.named_tensors(model)}
+
+
+def saved_and_loaded(folder: str, ep: int) -> bool:
+    """Steps on 2 ranks with experts dealt, saves, and loads where they are dealt otherwise."""
+    path = Path(folder) / "step_00000001"
+    model, optimizer = built(QWEN, ep)
+    ids = data(dist.get_rank(), dist.get_world_size())
+    (model(ids[:, :-1], ids[:, 1:]) / (5 * TOKENS)).backward()
+    optimizer.step()
+    checkpoint.save(path, model=model, optimizer=optimizer, extra={}, keep=1)
+    other, its = built(QWEN, 3 - ep)
+    checkpoint.load(path, model=other, optimizer=its)
+    before, after = everything(model, optimizer), everything(other, its)
+    return before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+def test_a_checkpoint_does_not_depend_on_how_experts_are_dealt(ep: int, tmp_path: Path, pool: Any) -> None:
+    assert all(pool(2).run(saved_and_loaded, str(tmp_path), ep))
