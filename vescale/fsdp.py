@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
-from typing import Any, overload
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -26,13 +26,11 @@ from vescale.fsdp_module import FSDPModule
 from vescale.shard_state import BlockOf, ShardState, state_of
 from vescale.unit import PENDING, home_of
 
+Modules = TypeVar("Modules", bound="nn.Module | Sequence[nn.Module]")
 
-@overload
-def fully_shard(module: nn.Module, **options: Any) -> nn.Module: ...
-@overload
-def fully_shard(module: Sequence[nn.Module], **options: Any) -> Sequence[nn.Module]: ...
+
 def fully_shard(
-    module: nn.Module | Sequence[nn.Module],
+    module: Modules,
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
@@ -44,7 +42,7 @@ def fully_shard(
     block_of: BlockOf | None = None,
     max_padding: float = 0.01,
     zero: int = 3,
-) -> nn.Module | Sequence[nn.Module]:
+) -> Modules:
     """Makes the parameters of ``module`` that no inner call has taken one unit: gathered, reduced and freed together.
 
     The module is changed in place: its class becomes a subclass of it and of ``FSDPModule``.
@@ -74,7 +72,7 @@ def fully_shard(
         ValueError: For an argument of the wrong kind or range, or a module that is sharded already.
         NotImplementedError: For an option that is legal but not built.
     """
-    modules = list(module) if isinstance(module, list | tuple) else [module]
+    modules: list[Any] = list(module) if isinstance(module, list | tuple) else [module]
     _check(modules, ignored_params)
     _check_options(mesh, reshard_after_forward, shard_placement_fn, offload_policy, dp_mesh_dims, max_padding, zero)
     state = ShardState(
@@ -149,7 +147,7 @@ def _check_options(
     if not (reshard is None or isinstance(reshard, bool)):
         missing.append(f"reshard_after_forward={reshard!r}; use True, False or None")
     if placement_fn is not None:
-        missing.append("shard_placement_fn; say by block_of what must stay whole, any shape goes on any number of ranks")
+        missing.append("shard_placement_fn; any shape goes on any number of ranks, block_of says what must stay whole")
     if offload is not None and type(offload) is not OffloadPolicy:
         missing.append(f"{type(offload).__name__}; use OffloadPolicy()")
     if dims is not None:

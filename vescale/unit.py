@@ -297,8 +297,8 @@ class Unit:
             home = home_of(held)
             how = "replaced" if home is None else f"tied to {home.segment.members[home.at].name}"
             raise ValueError(
-                f"{member.name} {tuple(param.shape)} was {how} after fully_shard planned it; tie and replace before the "
-                "parameters are first asked for, or copy the values in (copy_, load_state_dict)"
+                f"{member.name} {tuple(param.shape)} was {how} after fully_shard planned it; tie and replace before "
+                "the parameters are first asked for, or copy the values in (copy_, load_state_dict)"
             )
         if param.dtype != expected.dtype:
             raise ValueError(f"{member.name} is {param.dtype} in a shard of {expected.dtype}; convert the whole model")

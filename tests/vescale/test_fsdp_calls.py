@@ -1,4 +1,4 @@
-"""FSDP2's calls do here what they do there: one scenario, run under both, gives the same numbers on 2, 3 and 4 ranks."""
+"""FSDP2's calls do here what they do there: one scenario under both gives the same numbers on 2, 3 and 4 ranks."""
 
 from __future__ import annotations
 
@@ -349,13 +349,14 @@ def _casts(system: System, cast: bool, output: torch.dtype | None) -> Numbers:
     torch.manual_seed(3)
     model = Takes()
     policy = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16 if cast else None, output_dtype=output, cast_forward_inputs=cast
+        param_dtype=torch.bfloat16 if cast else None,
+        reduce_dtype=torch.float32,
+        output_dtype=output,
+        cast_forward_inputs=cast,
     )
     system.shard(model, mesh=system.mesh, mp_policy=policy)
     xs = [torch.randn(4, 6, requires_grad=i == 0) for i in range(5)]
-    out = model(
-        Both(xs[0], xs[1]), Pair(xs[2], {"x": [xs[3]]}), nested={"y": {"z": xs[4]}, "index": torch.arange(3)}
-    )
+    out = model(Both(xs[0], xs[1]), Pair(xs[2], {"x": [xs[3]]}), nested={"y": {"z": xs[4]}, "index": torch.arange(3)})
     wanted = torch.bfloat16 if cast else torch.float32
     assert model.seen == [wanted] * 5 + [torch.int64], model.seen
     tensors = {"a": out["both"].a, "b": out["both"].b, "c": out["pair"].a, "index": out["pair"].rest["index"]}
