@@ -21,8 +21,9 @@ from report import Row, arguments, publish
 from rich.console import Console
 from rich.table import Table
 
-from vescale.planner import COLLECTIVE, SegmentPlan, TensorSpec, plan_segment
-from vescale.segments import even_padding, lcm_padding, lower_bound, plan_hard, plan_model
+from vescale.partitions import lower_bound
+from vescale.planner import COLLECTIVE, SegmentPlan, TensorSpec, even_padding, lcm_padding, plan_segment
+from vescale.segments import plan_hard, plan_model
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -176,8 +177,7 @@ def hard() -> list[Row]:
         useful = sum(tensor.numel for tensor in case.tensors)
         shapes = list(case.shapes.values())
         even = even_padding(shapes, num_ranks=case.num_ranks) / useful
-        first = [t._replace(granularity=math.prod(case.shapes[t.name][1:])) for t in case.tensors]
-        lcm = lcm_padding(first, num_ranks=case.num_ranks) / useful
+        lcm = lcm_padding(shapes, num_ranks=case.num_ranks) / useful
         one = plan_segment(case.tensors, num_ranks=case.num_ranks).padding
         plans = plan_hard(case.tensors, num_ranks=case.num_ranks)
         reached = sum(plan.numel for plan in plans) / useful - 1

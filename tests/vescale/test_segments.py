@@ -9,13 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vescale.planner import ALIGN, COLLECTIVE, SegmentPlan, TensorSpec, plan_segment
+from vescale.partitions import SEGMENT, lower_bound
+from vescale.planner import ALIGN, COLLECTIVE, SegmentPlan, TensorSpec, even_padding, lcm_padding, plan_segment
 from vescale.segments import (
     MOST_HARD,
-    SEGMENT,
-    even_padding,
-    lcm_padding,
-    lower_bound,
     plan_hard,
     plan_model,
     plan_unit,
@@ -75,7 +72,7 @@ DEEPSEEK_MOE = DEEPSEEK_ATTENTION | {
 # --- granules kept at any price ---------------------------------------------------------------------------------------
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(units, world_sizes)
 def test_hard_segments_hold_every_tensor_once_and_cut_nothing(pairs: list[tuple[int, int]], num_ranks: int) -> None:
     tensors = specs(pairs)
@@ -97,7 +94,7 @@ def test_hard_segments_hold_every_tensor_once_and_cut_nothing(pairs: list[tuple[
     assert lower_bound(tensors, num_ranks=num_ranks) <= waste(plans)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80, deadline=None, derandomize=True)
 @given(units, world_sizes)
 def test_the_smallest_budget_is_named_and_can_be_met(pairs: list[tuple[int, int]], num_ranks: int) -> None:
     tensors = specs(pairs)
@@ -133,7 +130,7 @@ def test_layers_reach_the_bound(shapes: dict[str, tuple[int, ...]], rows: int, n
     assert waste(plans) - lower_bound(tensors, num_ranks=num_ranks) <= SEGMENT * MOST_HARD
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 6)), min_size=1, max_size=5), st.integers(1, 6))
 def test_no_single_segment_beats_the_bound(pairs: list[tuple[int, int]], num_ranks: int) -> None:
     """All numbers in alignments of 64, so that alignment decides nothing; every partition is looked at elsewhere."""
@@ -144,13 +141,13 @@ def test_no_single_segment_beats_the_bound(pairs: list[tuple[int, int]], num_ran
 
 def test_the_other_rules() -> None:
     assert even_padding([(10, 3), (4,), ()], num_ranks=4) == 2 * 3 + 0 + 3
-    assert lcm_padding([TensorSpec("a", 60, 6), TensorSpec("b", 40, 4)], num_ranks=2) == 2 * 60 - 100
+    assert lcm_padding([(10, 6), (10, 4), ()], num_ranks=2) == 2 * 60 - 101
 
 
 # --- one budget for a model -------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.lists(units, min_size=1, max_size=4), world_sizes, st.sampled_from([0.0, 0.01, 0.3]))
 def test_units_share_one_budget(model: list[list[tuple[int, int]]], num_ranks: int, max_padding: float) -> None:
     tensors = [specs(pairs) for pairs in model]
