@@ -381,7 +381,7 @@ def _place(pieces: Sequence[_Piece], size: int, ranks: Ranks, whole: int) -> lis
 
 def _place_unequal(pieces: Sequence[_Piece], size: int, ranks: Ranks, whole: int) -> list[int] | None:
     """As ``_place``; a piece may contain whole shards whose own lengths its step divides, if ``whole`` is the size."""
-    starts, last = ranks.starts, ranks.count
+    starts, capacity, last = ranks.starts, ranks.capacity, ranks.count
     offsets, cursor, at = [], 0, 1  # `at` is the first rank that begins beyond the cursor, or the end
     for numel, step in pieces:
         while cursor + numel > (edge := starts[at] * size):
@@ -390,9 +390,13 @@ def _place_unequal(pieces: Sequence[_Piece], size: int, ranks: Ranks, whole: int
                 return None
             if whole % step == 0 or start + numel <= starts[at + 1] * size:
                 break
-            if whole == size and all((e - edge) % step == 0 for e in ranks.edges(size, edge + 1, start + numel)):
+            runs = ranks.edges(size, edge, start + numel) if whole == size else ()
+            if runs and all((run[0] - edge) % step == 0 and (run.step % step == 0 or not run[1:]) for run in runs):
                 break
-            cursor, at = edge, at + 1
+            # From one whole shard into the next of its capacity: what failed there fails up to where the run ends.
+            steady = cursor == starts[at - 1] * size and capacity[at - 1] == capacity[at]
+            at = max(at + 1, ranks.run_end(at) if steady else 0)
+            cursor = starts[at - 1] * size
         else:
             start = cursor
         offsets.append(start)

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain, pairwise
 
 
 @dataclass(frozen=True)
@@ -74,13 +74,29 @@ class Ranks:
         """Units of capacity before each rank, and of all."""
         return tuple(accumulate(self.capacity, initial=0)) if self.capacity else range(self.count + 1)
 
-    def edges(self, size: int, start: int, stop: int) -> Sequence[int]:
-        """Offsets of the buffer strictly inside ``[start, stop)`` where a rank begins."""
+    @cached_property
+    def runs(self) -> Sequence[int]:
+        """The first rank of each run of neighbours of one capacity, and the number of ranks."""
+        capacity = self.capacity
+        firsts = (rank for rank in range(1, self.count) if capacity and capacity[rank] != capacity[rank - 1])
+        return (0, *firsts, self.count)
+
+    def run_end(self, rank: int) -> int:
+        """Returns the first rank behind ``rank`` and those of its capacity that follow it."""
+        return self.runs[bisect_right(self.runs, rank)]
+
+    def edges(self, size: int, start: int, stop: int) -> list[range]:
+        """Returns the offsets between ``start`` and ``stop``, without these, where a rank begins: a range for a run."""
         if not self.capacity:
-            return range((start // size + 1) * size, stop, size)
-        first = bisect_right(self.starts, start // size)
-        last = bisect_left(self.starts, -(-stop // size))
-        return tuple(place * size for place in self.starts[first:last])
+            inside = range((start // size + 1) * size, stop, size)
+            return [inside] if inside else []
+        starts, runs = self.starts, self.runs
+        low, high = bisect_right(starts, start // size), bisect_left(starts, -(-stop // size))
+        found = []
+        for run in range(bisect_right(runs, low) - 1, bisect_left(runs, high) if low < high else 0):
+            first, last = max(low, runs[run]), min(high, runs[run + 1]) - 1
+            found.append(range(starts[first] * size, starts[last] * size + 1, self.capacity[first] * size))
+        return found
 
     def at(self, size: int, offset: int) -> int:
         """Returns the rank that holds an offset of the buffer, which may be its end."""
@@ -106,7 +122,7 @@ class Ranks:
 class Boundary:
     """The granules of one tensor that rank edges cut: ``len`` counts them, iteration yields their indices, ascending.
 
-    Among equal ranks counts and elements are closed forms: a tensor may span thousands.
+    Counts and elements are closed forms: a tensor may span thousands of ranks.
     """
 
     offset: int  # of the tensor, in elements of the buffer
@@ -116,27 +132,25 @@ class Boundary:
     ranks: Ranks | None = None  # where they are not equal
 
     @cached_property
-    def edges(self) -> Sequence[int]:
-        """Elements of the tensor, without its first, where a rank begins."""
+    def edges(self) -> list[range]:
+        """Elements of the tensor, without its first, where a rank begins: a range for each run of equal shards."""
         if self.ranks is None:
-            return range(self.shard_size - self.offset % self.shard_size, self.numel, self.shard_size)
-        return [e - self.offset for e in self.ranks.edges(self.shard_size, self.offset, self.offset + self.numel)]
+            inside = range(self.shard_size - self.offset % self.shard_size, self.numel, self.shard_size)
+            return [inside] if inside else []
+        runs = self.ranks.edges(self.shard_size, self.offset, self.offset + self.numel)
+        return [range(run.start - self.offset, run.stop - self.offset, run.step) for run in runs]
 
     def __len__(self) -> int:
-        edges, granularity = self.edges, self.granularity
-        if not edges:
-            return 0
-        if not isinstance(edges, range):
-            return sum(1 for _ in self)
-        if self.shard_size >= granularity:  # every edge has a granule of its own
-            return len(edges) - _multiples(edges, granularity)
-        # Edges are closer than granules are long: all granules up to the last edge are cut, and the last one's unless
-        # the edge is where it begins.
-        return edges[-1] // granularity + (edges[-1] % granularity > 0)
+        count = sum(_cut(run, self.granularity) for run in self.edges)
+        # A granule that the last edge of a run and the first of the next cut was counted twice.
+        for before, after in pairwise(self.edges):
+            granule, inside = divmod(before[-1], self.granularity)
+            count -= inside > 0 and after[0] // self.granularity == granule
+        return count
 
     def __iter__(self) -> Iterator[int]:
         previous = -1
-        for edge in self.edges:
+        for edge in chain.from_iterable(self.edges):
             granule, inside = divmod(edge, self.granularity)
             if inside and granule != previous:
                 yield granule
@@ -145,9 +159,18 @@ class Boundary:
     @property
     def elements(self) -> int:
         """Elements of all cut granules together; the tensor's last granule may be short."""
-        edges, last = self.edges, (self.numel - 1) // self.granularity
-        missing = (last + 1) * self.granularity - self.numel if edges and edges[-1] > last * self.granularity else 0
+        last = (self.numel - 1) // self.granularity * self.granularity  # where the last granule begins
+        missing = last + self.granularity - self.numel if self.edges and self.edges[-1][-1] > last else 0
         return len(self) * self.granularity - missing
+
+
+def _cut(edges: range, granularity: int) -> int:
+    """How many granules equally spaced edges cut."""
+    if edges.step >= granularity:  # every edge has a granule of its own
+        return len(edges) - _multiples(edges, granularity)
+    # Edges are closer than granules are long: all granules from the first edge to the last are cut, and the last one's
+    # unless the edge is where it begins.
+    return -(-edges[-1] // granularity) - edges[0] // granularity
 
 
 def _multiples(edges: range, granularity: int) -> int:
