@@ -34,7 +34,8 @@ def commit(state: ShardState) -> None:
     The plans are compared over the ranks, and the units joined into a tree.
     """
     if not state.committed:
-        _commit(state.outermost)
+        with torch.inference_mode(False):  # the first forward may be an inference; the masters outlive it
+            _commit(state.outermost)
 
 
 def _commit(root: ShardState) -> None:
@@ -44,17 +45,63 @@ def _commit(root: ShardState) -> None:
     members = _assign(root)
     for state in fresh:
         state.mesh = state.mesh or mesh
-        assert state.mesh is not None
-    plans = _plan([(state, members[id(state)], state.mesh.size()) for state in fresh])  # type: ignore[union-attr]
+    meshes = Meshes()
+    plans = _plan([(state, members[id(state)], meshes.of(state).size(-1)) for state in fresh])
     for state, segments in zip(fresh, plans, strict=True):
-        state.unit = Unit(members[id(state)], segments, state.mesh, mp_policy=state.mp_policy)  # type: ignore[arg-type]
+        state.unit = Unit(
+            members[id(state)],
+            segments,
+            meshes.of(state),
+            mp_policy=state.mp_policy,
+            offload_policy=state.offload_policy,
+            zero=state.zero,
+            part_group=meshes.part_group(state),
+        )
         state.committed = True
     tree = Tree(states)
     for state in states:
         state.tree = tree
     digests = "".join(segment.plan.digest() for state in fresh for segment in state.unit.segments)
-    for group in {id(state.mesh): state.unit.mesh.get_group() for state in fresh}.values():
-        collectives.same_on_every_rank(digests, what="the plan of fully_shard", group=group)
+    for used in {id(state.unit.mesh): state.unit.mesh for state in fresh}.values():
+        for group in used.get_all_groups():
+            collectives.same_on_every_rank(digests, what="the plan of fully_shard", group=group)
+
+
+class Meshes:
+    """The meshes of one commit that are derived from those of the calls; equal ones are made once."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, int], DeviceMesh] = {}
+
+    def of(self, state: ShardState) -> DeviceMesh:
+        """The mesh of a unit: of its call, except in stage 0, where every rank is a replica of one shard."""
+        mesh = state.mesh
+        assert mesh is not None
+        return self._folded(mesh, 1) if state.zero == 0 else mesh
+
+    def part_group(self, state: ShardState) -> dist.ProcessGroup | None:
+        """Neighbouring ranks that share out the gathered parameters after forward, when a number of them was asked for.
+
+        Raises:
+            ValueError: Unless the number divides the ranks that share the parameters.
+        """
+        ranks, mesh = state.part_ranks, state.mesh
+        assert mesh is not None
+        if ranks is None or ranks == mesh.size(-1):
+            return None
+        if mesh.size(-1) % ranks:
+            raise ValueError(
+                f"fully_shard: reshard_after_forward={ranks} does not divide the {mesh.size(-1)} ranks of the mesh"
+            )
+        return self._folded(mesh, ranks).get_group(1)
+
+    def _folded(self, mesh: DeviceMesh, ranks: int) -> DeviceMesh:
+        """The ranks of ``mesh``, ``ranks`` neighbours to a row."""
+        key = (id(mesh), ranks)
+        if key not in self._made:
+            names = ("dp_replicate", "dp_shard")
+            self._made[key] = DeviceMesh(mesh.device_type, mesh.mesh.view(-1, ranks), mesh_dim_names=names)
+        return self._made[key]
 
 
 def preview(module: nn.Module, num_ranks: int) -> list[tuple[str, tuple[SegmentPlan, ...]]]:
@@ -72,7 +119,7 @@ def preview(module: nn.Module, num_ranks: int) -> list[tuple[str, tuple[SegmentP
         raise ValueError("preview: expected a module that fully_shard was called on and whose parameters nobody took")
     members = _assign(root)
     named = [(_plain(name), state) for name, inner in module.named_modules() if (state := state_of(inner)) is not None]
-    plans = _plan([(state, members[id(state)], num_ranks) for _, state in named])
+    plans = _plan([(state, members[id(state)], num_ranks if state.zero else 1) for _, state in named])
     return [(name, segments) for (name, _), segments in zip(named, plans, strict=True)]
 
 

@@ -43,18 +43,23 @@ def fully_shard(
 
     Args:
         module: Any module; call on inner modules first, on the root last.
-        mesh: One-dimensional; its ranks share the parameters. All ranks when left out.
+        mesh: One axis: its ranks share the parameters. Two axes: the ranks of the second share them, the first holds
+            copies (HSDP). All ranks on one axis when left out.
         reshard_after_forward: Free the whole parameters after forward and gather them again for backward; None is True,
-            except at the root.
+            except at the root. A number shares them out among so many neighbouring ranks instead, e.g. those of one
+            node, and backward gathers among these.
         mp_policy: torch's ``MixedPrecisionPolicy``: ``param_dtype`` of compute and all-gather, ``reduce_dtype`` (None
             is ``param_dtype``), and so on.
-        offload_policy: torch's ``OffloadPolicy``.
+        offload_policy: torch's ``OffloadPolicy``; ``CPUOffloadPolicy`` keeps master shards, gradients and so the
+            optimizer's state on the CPU.
         ignored_params: Parameters to leave alone.
         block_of: Block of a parameter, from its name in the outermost sharded module; ``Rules.block_of``, or any
             function. None: single elements.
         max_padding: Padding that may be paid to keep blocks whole, as a fraction of the elements of all units that
             have the same.
-        zero: ZeRO stage; 3 cuts parameters, gradients and optimizer state.
+        zero: ZeRO stage (arXiv 1910.02054): 0 cuts nothing and all-reduces gradients; 1 cuts masters and optimizer
+            state, and keeps the gathered parameters until the optimizer has stepped; 2 also reduces gradients into
+            shards at every micro-batch, whatever ``set_requires_gradient_sync`` says; 3 frees the gathered parameters.
 
     Returns:
         The module itself.
@@ -67,8 +72,10 @@ def fully_shard(
     state = ShardState(
         module,
         mesh=mesh,
-        reshard_after_forward=None if reshard_after_forward is None else bool(reshard_after_forward),
+        reshard_after_forward=_whole_number(reshard_after_forward),
         mp_policy=mp_policy or MixedPrecisionPolicy(),
+        offload_policy=offload_policy or OffloadPolicy(),
+        zero=zero,
         ignored=frozenset(map(id, ignored_params or ())),
         block_of=block_of,
         max_padding=max_padding,
@@ -87,22 +94,27 @@ def _check(module: Any, mesh: Any, reshard: Any, offload: Any, max_padding: floa
         problems.append(f"{type(module).__name__} is sharded already")
     elif isinstance(module, nn.ModuleList | nn.ModuleDict):
         problems.append(f"{type(module).__name__} has no forward; call fully_shard on each of its modules")
-    if mesh is not None and mesh.ndim != 1:
-        missing.append(f"a mesh of {mesh.ndim} axes; slice one axis out of it")
-    if not (reshard is None or isinstance(reshard, bool)):
-        missing.append(f"reshard_after_forward={reshard!r}; use True, False or None")
-    if offload is not None and type(offload) is not OffloadPolicy:
-        missing.append(f"{type(offload).__name__}; use OffloadPolicy()")
+    if mesh is not None and mesh.ndim > 2:
+        problems.append(f"expected a mesh of one axis, or of two for HSDP, got {mesh.ndim}; slice them out of it")
+    if not (reshard is None or isinstance(reshard, int)) or (type(reshard) is int and reshard < 1):
+        problems.append(f"reshard_after_forward must be True, False, None or a number of ranks, got {reshard!r}")
+    if reshard not in (None, True, False) and zero in (0, 1, 2):
+        problems.append(f"zero={zero} keeps the gathered parameters; leave reshard_after_forward={reshard} out")
+    if not (offload is None or isinstance(offload, OffloadPolicy)):
+        problems.append(f"offload_policy must be an OffloadPolicy, got {type(offload).__name__}")
     if not max_padding >= 0:
         problems.append(f"max_padding must be a fraction >= 0, got {max_padding}")
     if zero not in (0, 1, 2, 3):
         problems.append(f"zero must be 0, 1, 2 or 3, got {zero!r}")
-    elif zero != 3:
-        missing.append(f"zero={zero}; use 3")
     if problems:
         raise ValueError("fully_shard: " + "; ".join(problems))
     if missing:
         raise NotImplementedError("fully_shard cannot yet do " + "; ".join(missing))
+
+
+def _whole_number(reshard: bool | int | None) -> bool | int | None:
+    """One rank's part of the parameters is all of them: nothing is freed."""
+    return False if reshard is not None and not isinstance(reshard, bool) and reshard == 1 else reshard
 
 
 def _install(state: ShardState) -> None:

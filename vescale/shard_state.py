@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.utils._pytree import tree_map
 
 from vescale.block import Block
@@ -35,13 +35,14 @@ class Tree:
     states: list[ShardState]  # in definition order
     order: list[ShardState]  # as forward entered them last time; prefetch follows it
     entered: list[ShardState]  # as forward enters them this time
-    reducing: Unit | None  # at most one unit's reduce-scatters are in flight
+    reducing: Unit | None  # at most one unit's reduce-scatters are in flight,
+    replicating: Unit | None  # and, with replicas, the all-reduces of the one before
     root: ShardState | None  # the outermost module whose forward is running
     backwards: int  # that have ended
 
     def __init__(self, states: Sequence[ShardState]) -> None:
         self.states, self.order, self.entered = list(states), [], []
-        self.reducing, self.root, self.callback_queued = None, None, False
+        self.reducing, self.replicating, self.root, self.callback_queued = None, None, None, False
         self.backwards = 0
 
     def neighbour(self, state: ShardState, step: int) -> ShardState | None:
@@ -51,15 +52,26 @@ class Tree:
         at = self.order.index(state) + step
         return self.order[at] if 0 <= at < len(self.order) else None
 
+    def start_reduce(self, unit: Unit) -> None:
+        """Starts the reduce-scatters of ``unit``, and takes those in flight one stage on."""
+        if self.replicating is not None:
+            self.replicating.wait_reduce()
+        self.replicating = self.reducing if self.reducing is not None and self.reducing.advance_reduce() else None
+        unit.reduce()
+        self.reducing = unit
+
     def finish_reduce(self) -> None:
-        """Waits for the reduce-scatters in flight."""
+        """Waits for the reductions in flight."""
         if self.reducing is not None:
-            self.reducing.wait_reduce()
-            self.reducing = None
+            self.reducing.advance_reduce()
+        for unit in (self.replicating, self.reducing):
+            if unit is not None:
+                unit.wait_reduce()
+        self.reducing = self.replicating = None
 
     def reset(self) -> None:
         """Forgets an iteration that did not end, and frees what it held."""
-        self.reducing, self.root, self.callback_queued = None, None, False
+        self.reducing, self.replicating, self.root, self.callback_queued = None, None, None, False
         self.entered = []
         for state in self.states:
             state.in_backward, state.owes, state.pending = False, False, 0
@@ -84,13 +96,16 @@ class ShardState:
         module: nn.Module,
         *,
         mesh: DeviceMesh | None,
-        reshard_after_forward: bool | None,
+        reshard_after_forward: bool | int | None,
         mp_policy: MixedPrecisionPolicy,
         ignored: frozenset[int],
         block_of: BlockOf | None,
         max_padding: float,
+        offload_policy: OffloadPolicy,
+        zero: int,
     ) -> None:
         self.module, self.mesh, self.mp_policy = module, mesh, mp_policy
+        self.offload_policy, self.zero = offload_policy, zero
         self.reshard_after_forward, self.ignored = reshard_after_forward, ignored
         self.block_of, self.max_padding = block_of, max_padding
         self.parent, self.in_backward, self.owes, self.pending = None, False, False, 0
@@ -105,6 +120,12 @@ class ShardState:
         """Whether to free the whole parameters after forward; without gradients no backward will want them."""
         keep = self.reshard_after_forward is False or (self.reshard_after_forward is None and self.parent is None)
         return not (keep and torch.is_grad_enabled())
+
+    @property
+    def part_ranks(self) -> int | None:
+        """Ranks among whom the gathered parameters are shared out after forward; None when an int was not asked for."""
+        value = self.reshard_after_forward
+        return None if value is None or isinstance(value, bool) else value
 
     # --- forward ---
 
@@ -131,7 +152,7 @@ class ShardState:
         if not self.in_backward:
             self._watch_outputs(output)
             if self.reshards_after_forward():
-                self.unit.reshard()
+                self.unit.reshard(to_part=torch.is_grad_enabled())
             if self.tree.root is self:
                 self._end_forward()
         if self.mp_policy.output_dtype is not None:
@@ -203,10 +224,9 @@ class ShardState:
         self.unit.reshard()
 
     def _reduce(self) -> None:
-        if self.unit.requires_gradient_sync:
-            self.tree.finish_reduce()
-            self.unit.reduce()
-            self.tree.reducing, self.owes = self.unit, False
+        if self.unit.requires_gradient_sync or self.unit.zero == 2:
+            self.tree.start_reduce(self.unit)
+            self.owes = False
 
     def _end_backward(self) -> None:
         """Runs once when autograd is done.
