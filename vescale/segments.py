@@ -45,6 +45,7 @@ MOST_SUMS = 1000
 _NONE: frozenset[int] = frozenset()
 
 
+# What each rank can hold, in any unit; None: all the same.
 Capacity = Sequence[int | Fraction] | None
 
 
@@ -77,7 +78,7 @@ def plan_model(
     equal: dict[Hashable, list[Sequence[TensorSpec]]] = {}  # by everything but the names
     for tensors, column in zip(units, columns, strict=True):
         alike = equal.setdefault(column[1:], [])
-        if not alike or len(set(column[0])) < len(tensors):
+        if not alike or len(set(*column[:1])) < len(tensors):
             check(tensors, num_ranks=num_ranks, max_padding=max_padding)
         alike.append(tensors)
     check([], num_ranks=num_ranks, max_padding=max_padding)

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import math
 import time
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
+from vescale.commit import preview
+from vescale.dbuffer import Layout
+from vescale.fsdp import fully_shard
 from vescale.partitions import SEGMENT, lower_bound
 from vescale.planner import ALIGN, COLLECTIVE, SegmentPlan, TensorSpec, even_padding, lcm_padding, plan_segment
 from vescale.segments import (
@@ -17,6 +24,7 @@ from vescale.segments import (
     plan_model,
     plan_unit,
 )
+from vescale.shard_state import state_of
 
 world_sizes = st.one_of(st.integers(1, 16), st.integers(1, 4096), st.sampled_from([2, 3, 5, 7, 61, 127, 1021, 4093]))
 matrices = st.builds(
@@ -206,3 +214,73 @@ def test_all_of_deepseek_v3_is_planned_in_a_moment(num_ranks: int, rows: int | N
     useful = sum(plan.useful for segments in plans for plan in segments)
     assert sum(map(waste, plans)) <= 0.01 * useful
     assert min(seconds) < 1
+
+
+# --- the plans of a sharded module ------------------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    """A head that is the embedding, two equal layers, a scalar and a parameter without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(30, 24)
+        self.layers = nn.ModuleList(nn.Linear(24, 24) for _ in range(2))
+        self.head = nn.Linear(24, 30, bias=False)
+        self.head.weight = self.embed.weight
+        self.scale, self.none = nn.Parameter(torch.ones(())), nn.Parameter(torch.ones(0, 3))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens) * self.scale
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def _sharded() -> nn.Module:
+    model = Tied()
+    for module in (model.embed, *model.layers, model.head, model):
+        fully_shard(module, block_of=lambda name, param: param.shape if param.ndim == 2 and param.numel() else ())
+    return model
+
+
+def _previewed_and_real() -> list[list[tuple[str, list[str]]]]:
+    preview_of = preview(_sharded(), dist.get_world_size())
+    model = _sharded()
+    model(torch.zeros(2, 3, dtype=torch.long))
+    real = [
+        (name, [s.plan for s in m._vescale_state.unit.segments]) for name, m in model.named_modules() if state_of(m)
+    ]
+    return [[(name, [plan.digest() for plan in plans]) for name, plans in units] for units in (preview_of, real)]
+
+
+def test_a_preview_is_the_plan_of_the_run_and_the_same_on_every_rank(pool: Any) -> None:
+    results = pool(3).run(_previewed_and_real)
+    expected = [(name, [plan.digest() for plan in plans]) for name, plans in preview(_sharded(), 3)]
+    assert all(units == expected for result in results for units in result)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4093])
+def test_tied_parameters_have_one_slot_and_those_of_no_dim_and_no_element_have_one_too(num_ranks: int) -> None:
+    plans = dict(preview(_sharded(), num_ranks))
+    names = [tensor.name for segments in plans.values() for plan in segments for tensor in plan.tensors]
+    assert sorted(names) == sorted(name for name, _ in Tied().named_parameters())
+    assert plans["head"] == plans["embed"] == ()
+    (root,) = plans[""]
+    assert {t.name: (t.numel, t.shape) for t in root.tensors} == {
+        "embed.weight": (720, (30, 24)),
+        "scale": (1, ()),
+        "none": (0, (0, 3)),
+    }
+
+
+def test_unequal_capacities_are_previewed_and_not_yet_sharded() -> None:
+    plans = dict(preview(_sharded(), 3, capacity=(1, 1, 2)))
+    assert all(plan.capacity == (1, 1, 2) for segments in plans.values() for plan in segments)
+    with pytest.raises(NotImplementedError, match="capacity: shards of unequal size"):
+        fully_shard(Tied(), capacity=(1, 1, 2))
+    with pytest.raises(ValueError, match="capacity: rank 1"):
+        fully_shard(Tied(), capacity=(1, 0, 2))
+    with pytest.raises(NotImplementedError, match="equal shards"):
+        Layout(plans[""][0], [(30, 24), (), (0, 3)], None)
+    fully_shard(Tied(), capacity=(3, 3, 3))
