@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -18,6 +18,15 @@ SEGMENT = 2**18
 MOST_ATOMS = 8
 # The same for the bound over all set partitions, whose number of steps is 3 to the power of it.
 MOST_BOUND = 9
+# Orders tried beside the definition's, where nothing is cut and of so many tensors at most: longest or shortest first,
+# longest or shortest granules first.
+ORDERS: tuple[Callable[[TensorSpec], tuple[int, ...]], ...] = (
+    lambda tensor: (-tensor.numel,),
+    lambda tensor: (tensor.numel,),
+    lambda tensor: (-tensor.granularity, -tensor.numel),
+    lambda tensor: (tensor.granularity, tensor.numel),
+)
+MOST_ORDERED = 64
 _NONE: frozenset[int] = frozenset()
 
 
@@ -54,7 +63,8 @@ def splits(
     """The least padding found with one segment, two, and so on up to ``most``, as far as each saves ``gain`` elements.
 
     Set partitions of the groups of equal tensors, those of the least proven padding first: what is found ends the
-    search as soon as no partition left could be better.
+    search as soon as no partition left could be better. Tensors lie in the order of ``members``, which reads best in a
+    trace, unless another one saves a segment's worth.
 
     Args:
         members: Of one kind.
@@ -97,16 +107,28 @@ class _Search:
         if limit is not None and limit < 0:
             return None
         partitions = [(sum(map(self.bound, parts)), parts) for parts in _partitions(len(self.atoms), count)]
-        found: Choice | None = None
+        found: tuple[list[int], list[SegmentPlan]] | None = None
         for bound, parts in sorted(partitions):
             if limit is not None and bound > limit:
                 break
             plans = self.plan_all(parts, bound, limit)
             if plans is not None:
-                waste = sum(plan.numel - plan.useful for plan in plans)
-                found = Choice(tuple(plans), waste, sum(plan.cut_bytes for plan in plans))
-                limit = waste - 1
-        return found
+                found, limit = (parts, plans), sum(plan.numel - plan.useful for plan in plans) - 1
+        if found is None:
+            return None
+        plans = [self.reordered(part, plan) for part, plan in zip(*found, strict=True)]
+        waste = sum(plan.numel - plan.useful for plan in plans)
+        return Choice(tuple(plans), waste, sum(plan.cut_bytes for plan in plans))
+
+    def reordered(self, part: int, plan: SegmentPlan) -> SegmentPlan:
+        """The plan, or one in another order that saves ``SEGMENT`` elements and cuts nothing."""
+        least = plan.useful + self.bound(part)
+        for order in ORDERS if len(plan.tensors) <= MOST_ORDERED and not self.relaxed else ():
+            if plan.numel - SEGMENT < least:
+                break
+            members, limit = sorted(plan.tensors, key=order), (plan.numel - SEGMENT) // self.ranks.total
+            plan = plan_within(members, self.ranks, limit=limit) or plan
+        return plan
 
     def plan_all(self, parts: Sequence[int], bound: int, limit: int | None) -> list[SegmentPlan] | None:
         """Plans of all parts, in order of their first tensors, or None if they pad more than ``limit``."""

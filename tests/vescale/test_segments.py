@@ -16,7 +16,7 @@ from torch import nn
 from vescale.commit import preview
 from vescale.dbuffer import Layout
 from vescale.fsdp import fully_shard
-from vescale.partitions import SEGMENT, lower_bound
+from vescale.partitions import ORDERS, SEGMENT, lower_bound
 from vescale.planner import ALIGN, COLLECTIVE, SegmentPlan, TensorSpec, even_padding, lcm_padding, plan_segment
 from vescale.segments import (
     MOST_HARD,
@@ -90,7 +90,9 @@ def test_hard_segments_hold_every_tensor_once_and_cut_nothing(pairs: list[tuple[
     for plan in plans:
         assert plan.cut_bytes == 0 and plan.shard_size % COLLECTIVE == 0
         assert all(offset % ALIGN == 0 for offset in plan.offsets)
-        assert list(plan.tensors) == sorted(plan.tensors, key=lambda tensor: int(tensor.name[1:]))
+        orders = [sorted(plan.tensors, key=lambda tensor: int(tensor.name[1:]))]
+        orders += [sorted(orders[0], key=key) for key in ORDERS]
+        assert list(plan.tensors) in orders
         for i, tensor in enumerate(plan.tensors):
             start, stop = plan.interval(i)
             assert i == 0 or plan.interval(i - 1)[1] <= start
@@ -145,6 +147,18 @@ def test_no_single_segment_beats_the_bound(pairs: list[tuple[int, int]], num_ran
     tensors = specs([(64 * numel, 64 * granularity) for numel, granularity in pairs])
     plan = plan_segment(tensors, num_ranks=num_ranks)
     assert lower_bound(tensors, num_ranks=num_ranks) <= plan.numel - plan.useful
+
+
+def test_another_order_is_taken_only_where_it_saves_a_segments_worth() -> None:
+    tensors = specs([(1_835_008, 229_376), (1_835_008, 14_336), (22_544_384, 65_536)])
+    (plan,) = plan_hard(tensors, num_ranks=8)
+    assert [tensor.name for tensor in plan.tensors] == ["t0", "t2", "t1"] and plan.padding == 0
+    assert plan_segment(tensors, num_ranks=8).padding == pytest.approx(0.02)
+    small = specs(
+        [(numel // 128, granularity // 128) for numel, granularity in ((t.numel, t.granularity) for t in tensors)]
+    )
+    (plan,) = plan_hard(small, num_ranks=8)
+    assert list(plan.tensors) == small and plan.padding == pytest.approx(0.02)
 
 
 def test_the_other_rules() -> None:
