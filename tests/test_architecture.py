@@ -13,8 +13,9 @@ PACKAGES = ("vescale", "optimizers", "models", "recipes")
 
 # Inside vescale a module imports only from rows above its own, or from its own row without a cycle.
 LEVELS = (
-    {"block"},
+    {"block", "shards"},
     {"planner"},
+    {"partitions"},
     {"segments"},
     {"collectives", "placement"},
     {"ragged_tensor"},
