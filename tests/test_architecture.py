@@ -13,14 +13,28 @@ PACKAGES = ("vescale", "optimizers", "models", "recipes")
 
 # Inside vescale a module imports only from rows above its own, or from its own row without a cycle.
 LEVELS = (
-    {"block"},
+    {"block", "shards"},
     {"planner"},
+    {"partitions"},
     {"segments"},
     {"collectives", "placement"},
     {"ragged_tensor"},
     {"dbuffer"},
+    {"anatomy"},
     {"unit"},
-    {"shard_state", "commit", "fsdp_module", "fsdp", "rule", "run", "exchange", "optimizer", "grad_norm"},
+    {
+        "shard_state",
+        "commit",
+        "fsdp_module",
+        "fsdp",
+        "full_state",
+        "meta_init",
+        "rule",
+        "run",
+        "exchange",
+        "optimizer",
+        "grad_norm",
+    },
     {"rows", "mesh", "checkpoint", "data", "tracking"},
     {"trainer"},
     {"train"},
@@ -29,6 +43,7 @@ LEVELS = (
 # Private names that vescale, optimizers and models use; each is imported below.
 PRIVATE = {
     "torch._C._current_graph_task_id": "whether a backward is running: tells recomputation from a failed iteration",
+    "torch._amp_foreach_non_finite_check_and_unscale_": "GradScaler.unscale_ on the runs of gradients",
     "torch._foreach_mul_": "clip_grad_norm_: one launch for all gradients",
     "torch.Tensor._dtensor__new__": "the only way to make a DTensor subclass",
     "torch.autograd.Variable._execution_engine": "queue_callback at the end of backward, as FSDP2",
