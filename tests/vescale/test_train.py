@@ -97,7 +97,7 @@ def test_a_model_without_a_tuned_number_asks_for_one() -> None:
     [
         (
             ["recipe=llama_debug_moun"],
-            "unknown recipe 'llama_debug_moun': choose from llama70b_muon, .* did you mean ll",
+            "unknown recipe 'llama_debug_moun': choose from deepseek_v3_muon, .* did you mean ll",
         ),
         (["optimizer=sgd"], "unknown optimizer 'sgd': choose from adamw, muon"),
         (["optimzer=adamw"], "unknown key 'optimzer': choose from .*did you mean optimizer?"),
@@ -244,7 +244,7 @@ def test_every_wrong_value_is_named_at_once() -> None:
 @pytest.mark.parametrize(
     ("argv", "line"),
     [
-        (["recipe=nope"], "unknown recipe 'nope': choose from llama70b_muon, llama8b_muon"),
+        (["recipe=nope"], "unknown recipe 'nope': choose from deepseek_v3_muon, llama405b_muon"),
         (["model.hiden_size=1"], "unknown key 'model.hiden_size': choose from .* did you mean hidden_size?"),
         (["+seed=3"], "unknown key 'seed': choose from data, dry_run, model, name"),
         (["~optimizer"], "missing key 'optimizer'"),
