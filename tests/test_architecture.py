@@ -16,23 +16,27 @@ LEVELS = (
     {"block"},
     {"planner"},
     {"segments"},
-    {"collectives", "placement"},
+    {"collectives", "placement", "checksum"},
     {"ragged_tensor"},
     {"dbuffer"},
     {"unit"},
     {"fsdp", "rule", "run", "exchange", "optimizer", "grad_norm"},
-    {"mesh", "checkpoint", "data", "tracking"},
+    {"mesh", "checkpoint", "data", "tracking", "watchdog", "stop", "profile"},
+    {"saver", "record", "deterministic", "health", "journal", "job"},
     {"trainer"},
-    {"train"},
+    {"train", "report"},
 )
 
 # Private names that vescale, optimizers and models use; each is imported below.
 PRIVATE = {
+    "torch._C._distributed_c10d._dump_fr_trace_json": "which collectives each rank has called, when a run hangs",
     "torch._C._current_graph_task_id": "whether a backward is running: tells recomputation from a failed iteration",
     "torch._foreach_mul_": "clip_grad_norm_: one launch for all gradients",
     "torch.Tensor._dtensor__new__": "the only way to make a DTensor subclass",
     "torch.autograd.Variable._execution_engine": "queue_callback at the end of backward, as FSDP2",
     "torch.distributed.tensor._dtensor_spec": "DTensorSpec and TensorMeta, which a DTensor is made of",
+    "torch.cuda.memory._dump_snapshot": "who holds the device's memory; torch documents it by this name",
+    "torch.cuda.memory._record_memory_history": "the same",
     "torch.nn.Parameter._post_accumulate_grad_hooks": "users' hooks fire on the sharded parameter",
     "torch.utils._pytree": "inputs and outputs of modules, arguments of operators",
 }
