@@ -21,10 +21,10 @@ LEVELS = (
     {"dbuffer"},
     {"unit"},
     {"fsdp", "rule", "run", "exchange", "optimizer", "grad_norm"},
-    {"mesh", "checkpoint", "data", "tracking", "watchdog", "stop", "profile"},
+    {"mesh", "checkpoint", "data", "resolve", "tracking", "watchdog", "stop", "profile"},
     {"saver", "record", "deterministic", "health", "journal", "job"},
     {"trainer"},
-    {"train", "report"},
+    {"train", "report", "torchrun"},
 )
 
 # Private names that vescale, optimizers and models use; each is imported below.

@@ -63,6 +63,7 @@ class Trainer:
     peaks: list[float]  # learning rate of each group as its rule states it; the groups hold scaled ones
     step: int  # optimizer steps completed
     journal: Journal | None  # on rank 0
+    _kept: int | None  # step of the newest checkpoint that is whole or being written
 
     def __init__(self, run: RunConfig, *, settings: dict[str, Any]) -> None:
         self.config, self.parallelism, self.tracking, self.rules = run.trainer, run.parallelism, run.tracking, run.rules
@@ -174,13 +175,13 @@ class Trainer:
             The loss per token of the global batch, and the norm of its gradient, both () float32.
         """
         self._schedule()
-        loss, norm, tokens = self._gradient(self.step)
+        loss, norm, tokens = self._gradient(self.step, max_norm=self.config.max_grad_norm or math.inf)
         self._take(loss, norm)
         self.optimizer.zero_grad()
         self._counted += tokens
         return loss, norm
 
-    def _gradient(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _gradient(self, step: int, *, max_norm: float) -> tuple[Tensor, Tensor, Tensor]:
         """Leaves the clipped gradient of a step's samples in the parameters; returns loss, norm and tokens."""
         batches = [self._to_device(batch) for batch in self.batches.take(step)]
         tokens = self._sum(sum((labels != IGNORED).sum() for _, labels in batches))
@@ -189,7 +190,7 @@ class Trainer:
             loss = self.model(input_ids, labels) / tokens
             loss.backward()
             total += loss.detach()
-        norm = clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm or math.inf)
+        norm = clip_grad_norm_(self.model.parameters(), max_norm)
         return self._sum(total), norm, tokens
 
     def _take(self, loss: Tensor, norm: Tensor) -> None:
@@ -205,7 +206,7 @@ class Trainer:
     def _replay(self, step: int) -> str:
         """Returns which tensor of a step that was not taken is the first that is not finite."""
         self.optimizer.zero_grad()
-        return first_bad(self.model, partial(self._gradient, step - 1))
+        return first_bad(self.model, partial(self._gradient, step - 1, max_norm=math.inf))
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -262,7 +263,7 @@ class Trainer:
         if path is not None:
             extra = checkpoint.load(path, model=self.model, optimizer=self.optimizer, verified=True)
             self.health.load(extra.get("health", {}))
-        self.step = extra["step"]
+        self.step, self._kept = extra["step"], None if path is None else extra["step"]
         self._counted += extra["tokens"]
         if self.lead:
             for line in wrong:
@@ -313,7 +314,7 @@ class Trainer:
         """Evaluates, saves what is not saved yet, and says where things are."""
         self._settle()
         self._wait_for_save(goes_on=True)
-        saved = checkpoint.newest(self.checkpoints) == self.checkpoints / f"step_{self.step:08}"
+        saved = self._kept == self.step
         loss = self.evaluate() if saved else self._validate()
         if not saved:
             self._require_finite(loss)
@@ -345,6 +346,7 @@ class Trainer:
         tensors = checkpoint.tensors(self.model, self.optimizer) | checkpoint.random_state()
         self._wait_for_save(goes_on=True)
         self.saver.save(self.step, tensors=tensors, extra=extra, record=facts)
+        self._kept = self.step
 
     def _wait_for_save(self, *, goes_on: bool) -> None:
         """Waits for the checkpoint being written; one that could not be written stops no run that has steps to go."""
@@ -353,6 +355,7 @@ class Trainer:
         except OSError as problem:
             if not goes_on:
                 raise Stopped(str(problem)) from None
+            self._kept = None
             self._say(f"warning: {problem}; training goes on")
 
     def _ask(self) -> tuple[Tensor, dist.Work]:
@@ -372,7 +375,7 @@ class Trainer:
         if number and self.step < self.config.steps:
             self._settle()
             self._wait_for_save(goes_on=True)
-            if checkpoint.newest(self.checkpoints) != self.checkpoints / f"step_{self.step:08}":
+            if self._kept != self.step:
                 self._save()
                 self._wait_for_save(goes_on=False)
             name = signal.Signals(number).name
