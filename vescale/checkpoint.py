@@ -223,7 +223,8 @@ def remove(path: Path) -> None:
     """Removes a checkpoint: it stops being one at once, and its files go after that."""
     gone = path if path.name.endswith(PARTIAL) else path.with_name(f"{path.name}.old{PARTIAL}")
     if gone != path:
-        shutil.rmtree(gone, ignore_errors=True)
+        if gone.exists():  # left by a kill
+            shutil.rmtree(gone)
         path.rename(gone)
     shutil.rmtree(gone) if gone.is_dir() else gone.unlink(missing_ok=True)
 
