@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vescale import checkpoint, record
+from vescale import checkpoint, deterministic, record
 from vescale.collectives import same_on_every_rank
 from vescale.data import IGNORED, Batch, Dataset, Prefetch
 from vescale.fsdp import fully_shard, preview
@@ -121,6 +121,10 @@ class Trainer:
             ValueError: In one line.
         """
         self.micro_batches, self.micro_size = self.config.micro_batches(world)
+        if self.config.deterministic:
+            batch = self.config.global_batch
+            deterministic.check(rules=self.rules, world=world, global_batch=batch, model=self.model_config)
+            self.micro_batches, self.micro_size = batch // world, 1
         self.parallelism.check(world)
 
     def _check_folder(self) -> None:
@@ -185,6 +189,8 @@ class Trainer:
         """Leaves the clipped gradient of a step's samples in the parameters; returns loss, norm and tokens."""
         batches = [self._to_device(batch) for batch in self.batches.take(step)]
         tokens = self._sum(sum((labels != IGNORED).sum() for _, labels in batches))
+        if self.exact is not None:
+            return *self._gradient_in_order(self.exact, batches, tokens, max_norm=max_norm), tokens
         total = torch.zeros((), device=self.device)
         for input_ids, labels in batches:  # gradients leave each rank after every micro-batch: no whole ones are kept
             loss = self.model(input_ids, labels) / tokens
@@ -192,6 +198,21 @@ class Trainer:
             total += loss.detach()
         norm = clip_grad_norm_(self.model.parameters(), max_norm)
         return self._sum(total), norm, tokens
+
+    def _gradient_in_order(
+        self, exact: deterministic.Gradient, batches: Sequence[Batch], tokens: Tensor, *, max_norm: float
+    ) -> tuple[Tensor, Tensor]:
+        """As ``_gradient``, with sums that are the same on any number of ranks."""
+        losses = []
+        for input_ids, labels in batches:
+            loss = self.model(input_ids, labels) / tokens
+            loss.backward()
+            exact.take()
+            losses.append(loss.detach())
+        exact.put()
+        places = range(dist.get_rank(), self.config.global_batch, dist.get_world_size())
+        total = deterministic.in_order(losses, places, count=self.config.global_batch)
+        return total.to(self.device), exact.clip_(max_norm)
 
     def _take(self, loss: Tensor, norm: Tensor) -> None:
         """Steps the optimizer unless the step is bad: the host knows at once on a CPU, the device alone on a GPU."""
@@ -214,12 +235,16 @@ class Trainer:
 
         The same sequences for any number of ranks.
         """
-        both = torch.zeros(2, dtype=torch.float64)
+        losses, counts = [], []
         for input_ids, labels in self._validation_batches():
-            loss = self.model(input_ids, labels)
-            both += torch.stack([loss.double(), (labels != IGNORED).sum().double()]).cpu()
-        loss, tokens = self._sum(both.to(self.device)).tolist()
-        return loss / tokens
+            losses.append(self.model(input_ids, labels))
+            counts.append((labels != IGNORED).sum())
+        tokens = int(self._sum(torch.stack(counts).sum()))
+        if self.exact is not None:
+            world = dist.get_world_size()
+            places = range(dist.get_rank(), len(losses) * world, world)
+            return float(deterministic.in_order(losses, places, count=len(losses) * world)) / tokens
+        return float(self._sum(torch.stack(losses).double().sum())) / tokens
 
     # --- beginning and end ---
 
@@ -236,6 +261,7 @@ class Trainer:
         self.optimizer = Optimizer(self.model.named_parameters(), self.rules)
         self.peaks = [group["lr"] for group in self.optimizer.param_groups]
         self._counted = torch.zeros((), dtype=torch.int64, device=self.device)
+        self.exact = deterministic.Gradient(self.model) if self.config.deterministic else None
         config = self.config
         self.batches = Prefetch(self._samples, last=config.steps)
         self.health = Health(skips=config.skip_non_finite, spike=config.spike, device=self.device)
@@ -306,6 +332,8 @@ class Trainer:
         size = self.model_config.num_parameters()
         print(f"{self.routing}\n{size:,} parameters, {world} ranks, run in {self.run_dir}")
         print(f"metrics: {tracker.path}; {tracker.where}", flush=True)
+        if self.exact is not None:
+            print(deterministic.costs(self.exact, global_batch=self.config.global_batch))
         if path is not None:
             done = self.step >= self.config.steps
             print(f"complete: {path}; train again under another name=..." if done else f"continuing {path}", flush=True)
@@ -485,7 +513,10 @@ class Trainer:
 
     def _samples(self, step: int) -> list[Batch]:
         """This rank's part of a step: of the samples [s * global_batch, ...), an equal stretch per rank."""
-        share = self.micro_batches * self.micro_size
+        share, world = self.micro_batches * self.micro_size, dist.get_world_size()
+        if self.exact is not None:  # neighbours run at the same time
+            first = step * self.config.global_batch + dist.get_rank()
+            return [self.data.train.read(start, 1) for start in range(first, first + share * world, world)]
         first = step * self.config.global_batch + dist.get_rank() * share
         return [self.data.train.read(start, self.micro_size) for start in range(first, first + share, self.micro_size)]
 
