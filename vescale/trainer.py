@@ -25,8 +25,9 @@ from torch import Tensor
 
 from vescale import checkpoint, deterministic, record
 from vescale.collectives import same_on_every_rank
+from vescale.commit import preview
 from vescale.data import IGNORED, Batch, Dataset, Prefetch
-from vescale.fsdp import fully_shard, preview
+from vescale.fsdp import fully_shard
 from vescale.grad_norm import clip_grad_norm_
 from vescale.health import Health, first_bad
 from vescale.job import RunConfig, TrainerConfig
