@@ -35,7 +35,7 @@ LEVELS = (
         "optimizer",
         "grad_norm",
     },
-    {"mesh", "checkpoint", "data", "resolve", "tracking", "watchdog", "stop", "profile"},
+    {"rows", "mesh", "checkpoint", "data", "resolve", "tracking", "watchdog", "stop", "profile"},
     {"saver", "record", "deterministic", "health", "journal", "job"},
     {"trainer"},
     {"train", "report", "torchrun"},
