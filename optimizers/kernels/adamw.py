@@ -187,6 +187,8 @@ def _adamw(
     BLOCK: tl.constexpr,
 ):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    if skip is not None:
+        n = tl.where(tl.load(skip) > 0, 0, n)
     inside = at < n
     p = tl.load(param + at, inside)
     m = tl.load(exp_avg + at, inside)
@@ -195,9 +197,6 @@ def _adamw(
     new_m = lerp(m, g, gain1)
     new_v = beta2 * v + gain2 * g * g
     new_p = stepped(p, new_m, new_v, step, lr, lr_at, log_beta1, log_beta2, eps, weight_decay)
-    if skip is not None:
-        skipped = tl.load(skip) > 0
-        new_m, new_v, new_p = tl.where(skipped, m, new_m), tl.where(skipped, v, new_v), tl.where(skipped, p, new_p)
     tl.store(exp_avg + at, new_m, inside)
     tl.store(exp_avg_sq + at, new_v, inside)
     tl.store(param + at, new_p, inside)

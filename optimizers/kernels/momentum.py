@@ -82,12 +82,12 @@ def _momentum(
     BLOCK: tl.constexpr,
 ):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    if skip is not None:
+        n = tl.where(tl.load(skip) > 0, 0, n)
     inside = at < n
     old = tl.load(momentum + at, inside)
     gradient = tl.load(grad + at, inside)
     new = lerp(old, gradient, gain)
-    if skip is not None:
-        new = tl.where(tl.load(skip) > 0, old, new)
     tl.store(momentum + at, new, inside)
     if NESTEROV:
         new = lerp(gradient, new, decay)
