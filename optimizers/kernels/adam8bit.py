@@ -297,7 +297,7 @@ def _adam8bit(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     exists = row < blocks if skip is None else row < tl.where(tl.load(skip) > 0, 0, blocks)
     start = tl.load(edges + row, exists, 0)
-    stop = tl.load(edges + blocks + row, exists, 0)
+    stop = tl.load(edges + (blocks + row), exists, 0)
     at = start[:, None] + tl.arange(0, BLOCK)[None, :]
     inside = at < stop[:, None]
     p, g = tl.load(param + at, inside, 0.0), tl.load(grad + at, inside, 0.0)

@@ -59,6 +59,11 @@ class Pieces:
         """Returns the pieces of one tensor: ``ranges`` are its (start, stop)."""
         return cls([(start, start, stop - start) for start, stop in ranges])
 
+    @property
+    def num_elements(self) -> int:
+        """Elements of all moves."""
+        return sum(size for _, _, size in self.moves)
+
     def copy(self, source: Tensor, to: Tensor, *, scale: float | Tensor | None = None) -> None:
         """Copies every piece, cast to the dtype of ``to``.
 
