@@ -20,7 +20,7 @@ LEVELS = (
     {"ragged_tensor"},
     {"dbuffer"},
     {"unit"},
-    {"fsdp", "rule", "run", "exchange", "optimizer", "grad_norm"},
+    {"fsdp", "rule", "run", "owners", "exchange", "bucket", "optimizer", "grad_norm"},
     {"mesh", "checkpoint", "data", "tracking"},
     {"trainer"},
     {"train"},
