@@ -25,11 +25,12 @@ from torch import Tensor, nn
 
 from vescale import checkpoint
 from vescale.collectives import same_on_every_rank
+from vescale.commit import preview
 from vescale.data import IGNORED, Batch, Dataset, TextData
-from vescale.fsdp import fully_shard, preview
-from vescale.grad_norm import clip_grad_norm_
+from vescale.fsdp import fully_shard
+from vescale.grad_norm import non_finite
 from vescale.mesh import ParallelismConfig, make_mesh, pick_device, process_group, rank_of_job
-from vescale.optimizer import Optimizer
+from vescale.optimizer import CLIP_POLICIES, Optimizer
 from vescale.planner import SegmentPlan
 from vescale.rule import Rules
 from vescale.tracking import Tracker, Tracking
@@ -70,6 +71,9 @@ class TrainerConfig:
         schedule: Multiplier of every group's learning rate at each step.
         micro_batch: Sequences one rank takes through the model at once; None: its whole share of the global batch.
         max_grad_norm: The gradient's norm is clipped to it, in units of the loss per parameter unit; None: not clipped.
+        clip_policy: Which gradients are scaled: "all", "non_matrix" (those of rules without blocks) or "none".
+        non_finite: What a gradient that is not finite does: "raise" ends the run when it is next logged or saved;
+            "skip" leaves parameters and state as they are, on every rank, and goes on.
         seed: Of the weights.
         device: "cpu", "cuda", or "auto": cuda where there is one.
         log_every: Steps between two log lines.
@@ -87,6 +91,8 @@ class TrainerConfig:
     schedule: Schedule
     micro_batch: int | None = None
     max_grad_norm: float | None = 1.0
+    clip_policy: str = "all"
+    non_finite: str = "raise"
     seed: int = 0
     device: str = "auto"
     log_every: int = 10
@@ -106,6 +112,9 @@ class TrainerConfig:
             for name, value in optional.items()
             if value is not None and not value > 0
         ]
+        for name, known in (("clip_policy", CLIP_POLICIES), ("non_finite", ("raise", "skip"))):
+            if getattr(self, name) not in known:
+                problems.append(f"{name}: expected one of {', '.join(known)}, got {getattr(self, name)!r}")
         if not 0 <= self.seed < 2**63:
             problems.append(f"seed: expected a number in [0, 2**63), got {self.seed}")
         if not hasattr(self.schedule, "scale"):
@@ -308,8 +317,8 @@ class Trainer:
             loss = self.model(input_ids, labels) / tokens
             loss.backward()
             total += loss.detach()
-        norm = clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm or math.inf)
-        self.optimizer.step()
+        norm = self.optimizer.clip_grad_norm_(self.config.max_grad_norm or math.inf, policy=self.config.clip_policy)
+        self.optimizer.step(skip=non_finite(norm) if self.config.non_finite == "skip" else None)
         self.optimizer.zero_grad()
         self._counted += tokens
         return self._sum(total), norm
@@ -373,7 +382,7 @@ class Trainer:
         identity = extra.get("tracking_id")
         self.tracker = self.tracking.open(self.run_dir, config=self.settings, first_step=first, id=identity)
         size, world = self.model_config.num_parameters(), dist.get_world_size()
-        print(f"{self.routing}\n{size:,} parameters, {world} ranks, run in {self.run_dir}")
+        print(f"{self.optimizer.report()}\n{size:,} parameters, {world} ranks, run in {self.run_dir}")
         print(f"metrics: {self.tracker.path}; {self.tracker.where}", flush=True)
         if path is not None:
             done = self.step >= self.config.steps
@@ -428,7 +437,7 @@ class Trainer:
 
     def _require_finite(self, *numbers: Tensor) -> None:
         """Stops a run that is lost before its weights are saved."""
-        if not all(math.isfinite(number) for number in numbers):
+        if not all(math.isfinite(number) for number in numbers) and self.config.non_finite == "raise":
             words = " and ".join(f"{float(number)}" for number in numbers)
             raise RuntimeError(f"step {self.step}: expected finite loss and gradient norm, got {words}; not saved")
 
