@@ -134,7 +134,7 @@ def _newest(root: Path) -> Path:
 
 
 def _read(checkpoint: Path, config: CausalLMConfig, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the model's tensors, a gigabyte of the checkpoint at a time; parameters in ``dtype``, buffers untouched."""
+    """Yields the model's tensors, a gigabyte at a time; parameters in ``dtype``, buffers as they are stored."""
     with torch.device("meta"):
         model = config.build()
     buffers = dict(model.named_buffers())

@@ -158,7 +158,8 @@ def granule_costs(run: Run, index: int) -> list[float]:
     for granule in range(lattice.num_granules):
         box = lattice.box(granule)
         if box not in by_box:
-            shapes = [window_shape(window) for window in lattice.windows(granule)]
+            lead = (1,) * (len(lattice.block) - len(box))
+            shapes = [lead + window_shape(window) for window in lattice.windows(granule)]
             by_box[box] = sum(_cost(run.rule, shape) for shape in shapes)
         costs.append(by_box[box])
     return costs

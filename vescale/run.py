@@ -24,9 +24,10 @@ from torch import nn
 
 from vescale.block import Lattice
 from vescale.placement import RaggedShard
-from vescale.planner import ALIGN, Boundary
+from vescale.planner import ALIGN
 from vescale.ragged_tensor import RaggedTensor, from_local
 from vescale.rule import rule_for
+from vescale.shards import Boundary
 from vescale.unit import Home, home_of
 
 
