@@ -28,7 +28,6 @@ from vescale.collectives import same_on_every_rank
 from vescale.commit import preview
 from vescale.data import IGNORED, Batch, Dataset, Prefetch
 from vescale.fsdp import fully_shard
-from vescale.grad_norm import clip_grad_norm_
 from vescale.health import Health, first_bad
 from vescale.job import RunConfig, TrainerConfig
 from vescale.journal import Journal
@@ -199,7 +198,7 @@ class Trainer:
             loss = self.model(input_ids, labels) / tokens
             loss.backward()
             total += loss.detach()
-        norm = clip_grad_norm_(self.model.parameters(), max_norm)
+        norm = self.optimizer.clip_grad_norm_(max_norm, policy=self.config.clip_policy)
         return self._sum(total), norm, tokens
 
     def _gradient_in_order(
@@ -346,7 +345,7 @@ class Trainer:
             tokens=extra["tokens"],
         )
         size = self.model_config.num_parameters()
-        print(f"{self.routing}\n{size:,} parameters, {world} ranks, run in {self.run_dir}")
+        print(f"{self.optimizer.report()}\n{size:,} parameters, {world} ranks, run in {self.run_dir}")
         print(f"metrics: {tracker.path}; {tracker.where}", flush=True)
         if self.exact is not None:
             print(deterministic.costs(self.exact, global_batch=self.config.global_batch))
