@@ -2,8 +2,8 @@
 
     python tests/bench/kernels.py [--json FILE] [--repeats N]
 
-The ceilings are measured in the same run: memory by a copy of 1 GiB, products by ``torch.mm`` of the same dtype. Without
-a GPU only the first table is printed, and nothing is timed.
+The ceilings are measured in the same run: memory by a copy of 1 GiB, products by ``torch.mm`` of the same dtype.
+Without a GPU only the first table is printed, and nothing is timed.
 """
 
 from __future__ import annotations
