@@ -16,7 +16,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from vescale import collectives
-from vescale.block import Block
+from vescale.anatomy import Anatomy
+from vescale.block import Block, Lattice
 from vescale.planner import SegmentPlan
 from vescale.segments import Capacity, plan_model
 from vescale.shard_state import ShardState, Tree, state_of
@@ -24,8 +25,12 @@ from vescale.unit import Member, Unit, member_specs
 
 
 def states_below(module: nn.Module) -> list[ShardState]:
-    """Returns the states of a module and of the sharded modules inside, in definition order."""
-    return [state for inner in module.modules() if (state := state_of(inner)) is not None]
+    """Returns the states of a module and of the sharded modules inside, in definition order, each once."""
+    return list(dict.fromkeys(state for inner in module.modules() if (state := state_of(inner)) is not None))
+
+
+def _states_of(root: ShardState) -> list[ShardState]:
+    return list(dict.fromkeys(state for module in root.modules for state in states_below(module)))
 
 
 def commit(state: ShardState) -> None:
@@ -39,7 +44,7 @@ def commit(state: ShardState) -> None:
 
 
 def _commit(root: ShardState) -> None:
-    states = states_below(root.module)
+    states = _states_of(root)
     fresh = [state for state in states if not state.committed]
     mesh = _default_mesh() if any(state.mesh is None for state in fresh) else None
     members = _assign(root)
@@ -53,16 +58,19 @@ def _commit(root: ShardState) -> None:
             segments,
             meshes.of(state),
             mp_policy=state.mp_policy,
+            controls=state.controls,
             offload_policy=state.offload_policy,
             zero=state.zero,
             part_group=meshes.part_group(state),
         )
         state.committed = True
-    tree = Tree(states)
+    tree = Tree(states, survey(root))
     for state in states:
         state.tree = tree
-    digests = "".join(segment.plan.digest() for state in fresh for segment in state.unit.segments)
     for used in {id(state.unit.mesh): state.unit.mesh for state in fresh}.values():
+        # Only of the units on this mesh: ranks with other experts have other plans for them.
+        units = [state.unit for state in fresh if state.unit.mesh is used]
+        digests = "".join(segment.plan.digest() for unit in units for segment in unit.segments)
         for group in used.get_all_groups():
             collectives.same_on_every_rank(digests, what="the plan of fully_shard", group=group)
 
@@ -104,6 +112,12 @@ class Meshes:
         return self._made[key]
 
 
+def survey(root: ShardState) -> Anatomy:
+    """Returns the anatomy of a planned outermost module as it is now."""
+    homes = [home for state in _states_of(root) for home in state.unit.named_homes()]
+    return Anatomy(root.modules, homes)
+
+
 def preview(
     module: nn.Module, num_ranks: int, *, capacity: Capacity = None
 ) -> list[tuple[str, tuple[SegmentPlan, ...]]]:
@@ -121,10 +135,12 @@ def preview(
     if root is None or root.committed:
         raise ValueError("preview: expected a module that fully_shard was called on and whose parameters nobody took")
     members = _assign(root)
-    named = [(_plain(name), state) for name, inner in module.named_modules() if (state := state_of(inner)) is not None]
-    units = [(state, members[id(state)], num_ranks if state.zero else 1) for _, state in named]
-    plans = _plan(units, capacity)
-    return [(name, segments) for (name, _), segments in zip(named, plans, strict=True)]
+    names: dict[ShardState, str] = {}
+    for name, inner in module.named_modules():
+        if (state := state_of(inner)) is not None:
+            names.setdefault(state, _plain(name))
+    units = [(state, members[id(state)], num_ranks if state.zero else 1) for state in names]
+    return list(zip(names.values(), _plan(units, capacity), strict=True))
 
 
 def _plan(
@@ -153,7 +169,7 @@ def _assign(root: ShardState) -> dict[int, list[Member]]:
             return
         seen.add(id(module))
         for name, param in module._parameters.items():
-            if param is None or any(id(param) in s.ignored for s in _chain(state)):
+            if param is None or any(param in s.ignored for s in _chain(state)):
                 continue
             if id(param) in found:
                 member, owner = found[id(param)]
@@ -166,7 +182,8 @@ def _assign(root: ShardState) -> dict[int, list[Member]]:
             if child is not None:
                 visit(child, state, f"{prefix}{name}.")
 
-    visit(root.module, root, "")
+    for index, module in enumerate(root.modules):
+        visit(module, root, f"{index}." if len(root.modules) > 1 else "")
     result: dict[int, list[Member]] = defaultdict(list)
     for member, state in found.values():
         member.block = _block(state, member)
@@ -195,8 +212,15 @@ def _plain(name: str) -> str:
 def _block(state: ShardState, member: Member) -> Block:
     if state.block_of is None:
         return Block(())
-    block = state.block_of(member.name, member.param)
-    return block if isinstance(block, Block) else Block(tuple(block))
+    said = state.block_of(member.name, member.param)
+    try:
+        block = said if isinstance(said, Block) else Block(tuple(said))
+        Lattice(tuple(member.param.shape), block.shape)  # refuses what does not fit
+        if block.finest < 1:
+            raise ValueError(f"finest must be >= 1, got {block.finest}")
+    except (TypeError, ValueError) as problem:
+        raise ValueError(f"{member.name}: block_of returned {said!r}: {problem}") from None
+    return block
 
 
 def _default_mesh() -> DeviceMesh:

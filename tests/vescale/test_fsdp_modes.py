@@ -93,8 +93,7 @@ def _sharded(shape: tuple[int, ...], *, hold: str | None = None, **options: Any)
             for micro in range(MICROS):
                 last = micro == MICROS - 1
                 model.set_requires_gradient_sync(last or hold != "sync")
-                for unit in model.units():
-                    unit.requires_all_reduce = last or hold != "all_reduce"
+                model.set_requires_all_reduce(last or hold != "all_reduce")
                 x = _batch(step, micro).chunk(dist.get_world_size())[dist.get_rank()]
                 (_loss(model, x) / MICROS).backward()
         optimizer.step()
