@@ -11,6 +11,7 @@ it is one tensor under one name, so that a checkpoint does not depend on how the
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import torch
@@ -41,8 +42,11 @@ def rows_of(tensor: torch.Tensor, part: Any) -> torch.Tensor:
         )
     # Checkpoint's look-up wants a torch.Tensor, and asks its methods; nothing reads its one element.
     empty = torch.empty((), dtype=tensor.dtype).expand(each * part.total, *tensor.shape[1:])
-    found = empty.as_subclass(Rows)
-    found.rows, found.first = tensor, each * part.first
+    return _of(empty.as_subclass(Rows), tensor, each * part.first)
+
+
+def _of(found: Rows, tensor: RaggedTensor, first: int) -> Rows:
+    found.rows, found.first = tensor, first
     return found
 
 
@@ -54,6 +58,17 @@ class Rows(torch.Tensor):
 
     rows: RaggedTensor
     first: int  # index of its first row
+
+    def over(self, tensor: RaggedTensor) -> Rows:
+        """Returns the same rows in other memory."""
+        return _of(self.detach().as_subclass(Rows), tensor, self.first)
+
+    @property
+    def run(self) -> tuple[int, int]:
+        """Elements ``[start, stop)`` of the flattened whole that this rank holds."""
+        start, stop = self.rows.run
+        before = self.first * math.prod(self.shape[1:])
+        return start + before, stop + before
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
         items = []

@@ -15,11 +15,12 @@ being written keeps its name ``.partial`` and is never read.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pickle
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,6 +41,7 @@ from vescale.checkpoint import PARTIAL, RANDOM, RECORD, SEAL
 from vescale.checksum import add, checksum
 from vescale.placement import boxes
 from vescale.ragged_tensor import RaggedTensor
+from vescale.rows import Rows
 
 LOOK_EVERY_S = 0.02  # seconds between two looks for a folder or a part; slower on a file system of a cluster is as good
 
@@ -57,6 +59,7 @@ class Part(NamedTuple):
     results: list[Any]  # torch's WriteResult of each item
     files: dict[str, tuple[int, str]]  # name -> bytes, sha256
     sums: dict[str, int]  # tensor -> this rank's share of its checksum
+    chunks: dict[str, list[ChunkStorageMetadata]]  # tensor of which this rank holds rows -> where they lie
 
 
 class Saver:
@@ -163,13 +166,15 @@ class Saver:
         """Returns copies in host memory of what this rank writes."""
         staged: dict[str, torch.Tensor] = {}
         for name, value in tensors.items():
-            local = value._local_tensor if isinstance(value, RaggedTensor) else value
+            local = _local(value)
             if name not in self._buffers:
                 self._buffers[name] = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda)
             self._buffers[name].copy_(local, non_blocking=True)
             staged[name] = self._buffers[name]
             if isinstance(value, RaggedTensor):
                 staged[name] = RaggedTensor(self._buffers[name], value._spec)
+            elif isinstance(value, Rows):
+                staged[name] = value.over(RaggedTensor(self._buffers[name], value.rows._spec))
         if torch.cuda.is_initialized():
             torch.cuda.current_stream().synchronize()
         return staged
@@ -204,7 +209,9 @@ class Saver:
         names = sorted({result.storage_data.relative_path for result in results})
         files = {name: checkpoint.fingerprint(partial / name) for name in names}
         own = {name for name, value in staged.items() if any(p.rank == self.rank for p in _pieces(name, value))}
-        part = Part(results, files, {name: _sum(name, value) for name, value in staged.items() if name in own})
+        sums = {name: _sum(name, value) for name, value in staged.items() if name in own}
+        chunks = {name: value.__create_chunk_list__() for name, value in staged.items() if isinstance(value, Rows)}
+        part = Part(results, files, sums, chunks)
         fresh = partial / f"part.{self.rank}.new"
         fresh.write_bytes(pickle.dumps(tuple(part)))
         fresh.rename(partial / f"part.{self.rank}")
@@ -215,7 +222,7 @@ class Saver:
         self._until(lambda: all(path.is_file() for path in paths))
         parts = [Part(*pickle.loads(path.read_bytes())) for path in paths]
         writer = dcp.FileSystemWriter(partial, overwrite=True)
-        writer.finish(self._metadata(staged), [part.results for part in parts])
+        writer.finish(self._metadata(staged, parts), [part.results for part in parts])
         sums: dict[str, int] = {}
         for part in parts:
             sums |= {name: add(sums.get(name, 0), value) for name, value in part.sums.items()}
@@ -234,10 +241,13 @@ class Saver:
         checkpoint.write_json(self.root.parent / RECORD, record)
         self._remove_old()
 
-    def _metadata(self, staged: Mapping[str, torch.Tensor]) -> Metadata:
-        """Where every piece of every tensor lies, on all ranks, from their placements alone."""
+    def _metadata(self, staged: Mapping[str, torch.Tensor], parts: Sequence[Part]) -> Metadata:
+        """Where every piece of every tensor lies, on all ranks: from its placement, or for rows as each rank says."""
         named = {name: value for name, value in staged.items() if not name.startswith(RANDOM)}
         found: dict[str, Any] = {name: _stored(name, value) for name, value in named.items()}
+        for name in (name for name, value in staged.items() if isinstance(value, Rows)):
+            chunks = [chunk for part in parts for chunk in part.chunks.get(name, [])]
+            found[name] = dataclasses.replace(found[name], chunks=chunks)
         for name, value in staged.items():
             if name.startswith(RANDOM):
                 begin = name.rpartition(".")[0]
@@ -254,6 +264,8 @@ def _pieces(name: str, value: torch.Tensor) -> list[Piece]:
     """Which rank writes which run of a tensor: the first copy's ranks their runs, rank 0 what is equal everywhere."""
     if name.startswith(RANDOM):
         return [Piece(int(name.rpartition(".")[2]), (0, value.numel()))]
+    if isinstance(value, Rows):  # of which each rank knows its own
+        return [Piece(dist.get_rank(), value.run)]
     if not isinstance(value, RaggedTensor):
         return [Piece(0, (0, value.numel()))]
     ranks = value.device_mesh.mesh.movedim(value.ragged_axis, -1).reshape(-1, value.placement.num_ranks)[0].tolist()
@@ -266,7 +278,7 @@ def _items(staged: Mapping[str, torch.Tensor], rank: int) -> list[WriteItem]:
     for name, value in staged.items():
         if not any(piece.rank == rank for piece in _pieces(name, value)):
             continue
-        if isinstance(value, RaggedTensor):
+        if isinstance(value, RaggedTensor | Rows):
             items += value.__create_write_items__(name, value)
         else:
             chunk = ChunkStorageMetadata(torch.Size([0] * value.ndim), value.shape)
@@ -277,17 +289,21 @@ def _items(staged: Mapping[str, torch.Tensor], rank: int) -> list[WriteItem]:
 
 def _stored(name: str, value: torch.Tensor) -> TensorStorageMetadata:
     """Where the pieces of one tensor lie."""
-    local = value._local_tensor if isinstance(value, RaggedTensor) else value
     found = [box for piece in _pieces(name, value) for box in boxes(value.shape, *piece.run)]
     chunks = [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in found]
-    return TensorStorageMetadata(TensorProperties.create_from_tensor(local), value.shape, chunks)
+    return TensorStorageMetadata(TensorProperties.create_from_tensor(_local(value)), value.shape, chunks)
 
 
 def _sum(name: str, value: torch.Tensor) -> int:
     """This rank's share of the tensor's checksum."""
-    if isinstance(value, RaggedTensor):
-        return checksum(value._local_tensor, name=name, first=value.run[0])
-    return checksum(value, name=name)
+    first = value.run[0] if isinstance(value, RaggedTensor | Rows) else 0
+    return checksum(_local(value), name=name, first=first)
+
+
+def _local(value: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor."""
+    whole = value.rows if isinstance(value, Rows) else value
+    return whole._local_tensor if isinstance(whole, RaggedTensor) else whole
 
 
 def checksums(sums: Mapping[str, int]) -> dict[str, Any]:
