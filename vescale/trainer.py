@@ -570,6 +570,8 @@ class Trainer:
             world: Number of ranks; plans are the same on all of them.
         """
         self.check_ranks(world)
+        if self.parallelism.ep > 1:
+            raise NotImplementedError("dry_run with parallelism.ep > 1: dealt experts are planned on their ranks only")
         self.shard()
         plans = preview(self.model, world)
         total = self.model_config.num_parameters()
