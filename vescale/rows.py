@@ -30,11 +30,7 @@ def rows_of(tensor: torch.Tensor, part: Any) -> torch.Tensor:
     if part is None or tensor.ndim == 0:
         return tensor
     assert isinstance(tensor, RaggedTensor)
-    # Checkpoint's look-up wants a torch.Tensor, and asks its methods; nothing reads its one element.
-    empty = torch.empty((), dtype=tensor.dtype).expand(part.total, *tensor.shape[1:])
-    found = empty.as_subclass(Rows)
-    found.rows, found.first = tensor, part.first
-    return found
+    return Rows.of(tensor, first=part.first, total=part.total)
 
 
 class Rows(torch.Tensor):
@@ -45,6 +41,14 @@ class Rows(torch.Tensor):
 
     rows: RaggedTensor
     first: int  # index of its first row
+
+    @classmethod
+    def of(cls, rows: RaggedTensor, *, first: int, total: int) -> Rows:
+        """Returns ``rows`` as those that begin at ``first`` of ``total``."""
+        # Checkpoint's look-up wants a torch.Tensor, and asks its methods; nothing reads its one element.
+        found = torch.empty((), dtype=rows.dtype).expand(total, *rows.shape[1:]).as_subclass(cls)
+        found.rows, found.first = rows, first
+        return found
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
         items = []
