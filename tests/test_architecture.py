@@ -22,8 +22,11 @@ LEVELS = (
     {"unit"},
     {"fsdp", "rule", "run", "exchange", "optimizer", "grad_norm"},
     {"mesh", "checkpoint", "data", "tracking"},
-    {"trainer"},
-    {"train"},
+    {"trainer", "machine", "pipeline", "live"},
+    {"blueprint"},
+    {"memory", "traffic", "train"},
+    {"simulate", "advice"},
+    {"plan", "tables"},
 )
 
 # Private names that vescale, optimizers and models use; each is imported below.

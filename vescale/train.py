@@ -501,11 +501,30 @@ def _checked(config: dict[str, Any]) -> Trainer | None:
 
     world, trainer = world_size(), prepare(config)
     if config["dry_run"]:
-        print(trainer.describe(config["world_size"] or world))
+        print(describe(trainer, config["world_size"] or world))
         return None
     check_same_run(config)
     trainer.check(world)
     return trainer
+
+
+def describe(trainer: Trainer, world: int) -> str:
+    """Returns the routing, the size and the plan of every unit on ``world`` ranks; no process, no memory for weights.
+
+    Args:
+        trainer: Of the run; it is used up.
+        world: Number of ranks; plans are the same on all of them.
+
+    Raises:
+        ValueError: If such a run would be refused.
+    """
+    from vescale.blueprint import Blueprint
+
+    trainer.check_ranks(world)
+    seq_len = trainer.data_config.seq_len
+    total, flops = trainer.model_config.num_parameters(), trainer.model_config.flops_per_token(seq_len)
+    size = f"{total:,} parameters, {flops:.4g} FLOPs per token at {seq_len} tokens, {world} ranks"
+    return f"{trainer.routing}\n{size}\n{Blueprint(trainer, world).describe()}"
 
 
 def _refuse(problem: Exception) -> int:

@@ -13,7 +13,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -240,7 +240,7 @@ class Trainer:
         Raises:
             ValueError: In one line.
         """
-        self._check_ranks(world)
+        self.check_ranks(world)
         self.device = pick_device(self.config.device)
         self._check_folder()
         self.data = self.data_config.open()
@@ -253,7 +253,12 @@ class Trainer:
                 raise ValueError(f"checkpoint {path} was not written by a trainer: it lacks {', '.join(missing)}")
             self.data.check(extra["data"])
 
-    def _check_ranks(self, world: int) -> None:
+    def check_ranks(self, world: int) -> None:
+        """Raises for a number of ranks that cannot share the batch or the model.
+
+        Raises:
+            ValueError: In one line.
+        """
         self.micro_batches, self.micro_size = self.config.micro_batches(world)
         self.parallelism.check(world)
 
@@ -334,7 +339,7 @@ class Trainer:
         mesh = make_mesh(self.device)
         digest = hashlib.sha256(json.dumps(self.settings, sort_keys=True).encode()).hexdigest()
         same_on_every_rank(digest, what="the configuration", group=mesh.get_group())
-        self._shard(mesh=mesh)
+        self.shard(mesh=mesh)
         self.model.to_empty(device=self.device)
         torch.manual_seed(self.config.seed)
         self.model.init_weights()
@@ -342,18 +347,6 @@ class Trainer:
         self.optimizer = Optimizer(self.model.named_parameters(), self.rules)
         self.peaks = [group["lr"] for group in self.optimizer.param_groups]
         self._counted = torch.zeros((), dtype=torch.int64, device=self.device)
-
-    def _shard(self, **options: Any) -> None:
-        for module in (*self.model.units(), self.model):
-            fully_shard(
-                module,
-                mp_policy=self.parallelism.mp_policy,
-                reshard_after_forward=self.parallelism.reshard_after_forward,
-                block_of=self.rules.block_of,
-                max_padding=self.parallelism.max_padding,
-                zero=self.parallelism.zero,
-                **options,
-            )
 
     def _resume(self) -> None:
         """Continues the newest whole checkpoint, if there is one."""
@@ -515,40 +508,29 @@ class Trainer:
         dist.all_reduce(total)
         return total
 
-    # --- the dry run ---
+    # --- before the run ---
 
-    def describe(self, world: int) -> str:
-        """Returns the routing, the size and the plan of every unit on ``world`` ranks; no process, no memory for
-        weights.
+    def shard(self, **options: Any) -> None:
+        """Declares every unit to ``fully_shard``; ``options`` are further arguments of it."""
+        for module in (*self.model.units(), self.model):
+            fully_shard(
+                module,
+                mp_policy=self.parallelism.mp_policy,
+                reshard_after_forward=self.parallelism.reshard_after_forward,
+                block_of=self.rules.block_of,
+                max_padding=self.parallelism.max_padding,
+                zero=self.parallelism.zero,
+                **options,
+            )
 
-        Args:
-            world: Number of ranks; plans are the same on all of them.
+    def preview(self, world: int) -> list[tuple[str, tuple[SegmentPlan, ...]]]:
+        """Returns the plan of every unit that ``shard`` declared on ``world`` ranks; no process, no memory for weights.
+
+        Raises:
+            ValueError: If the ranks do not fit the parallelism.
         """
-        self._check_ranks(world)
-        self._shard()
-        plans = preview(self.model, world)
-        total = self.model_config.num_parameters()
-        flops = self.model_config.flops_per_token(self.data_config.seq_len)
-        lines = [
-            str(self.routing),
-            f"{total:,} parameters, {flops:.4g} FLOPs per token at {self.data_config.seq_len} tokens, {world} ranks",
-            *_plan_lines(plans),
-        ]
-        return "\n".join(lines)
-
-
-def _plan_lines(plans: Sequence[tuple[str, tuple[SegmentPlan, ...]]]) -> list[str]:
-    """Units with equal plans once, with how many there are of each."""
-    found: dict[Any, tuple[str, tuple[SegmentPlan, ...], int]] = {}
-    for name, segments in plans:
-        key = tuple((plan.offsets, plan.shard_size, tuple(t.numel for t in plan.tensors)) for plan in segments)
-        first, _, count = found.get(key, (name, segments, 0))
-        found[key] = (first, segments if not count else found[key][1], count + 1)
-    lines = []
-    for name, segments, count in found.values():
-        lines.append(f"\n{count} x unit like {name or 'the root'}")
-        lines += [str(plan) for plan in segments]
-    return lines
+        self.parallelism.check(world)
+        return preview(self.model, world)
 
 
 def _peak_memory(device: torch.device) -> int:

@@ -1,0 +1,143 @@
+"""Traffic: the collectives of a step, their bytes, their time on a machine, and what of it hides behind compute."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from vescale.blueprint import Blueprint
+from vescale.live import Collective
+from vescale.machine import Machine
+from vescale.memory import Dtypes
+from vescale.optimizer import Bucket
+
+NORM = 4  # bytes of the gradient norm's square, summed over the ranks by clip_grad_norm_
+
+
+class Line(NamedTuple):
+    """One kind of collective of a step.
+
+    Args:
+        what: What it is for.
+        collective: Its name.
+        count: In a step.
+        nbytes: Of all of them, as ``vescale.live.Collective`` counts.
+        seconds: Of all of them, one after another.
+        overlap: Whether it runs behind compute, as this release does it.
+    """
+
+    what: str
+    collective: str
+    count: int
+    nbytes: int
+    seconds: float
+    overlap: bool
+
+
+def model_collectives(
+    blueprint: Blueprint, dtypes: Dtypes, *, micro_batches: int, regathers: bool | None
+) -> dict[str, Counter[Collective]]:
+    """Returns the collectives of forward and backward, as ``fully_shard`` calls them in a step at ZeRO 3.
+
+    Args:
+        blueprint: Of the run.
+        dtypes: Of gathered parameters and of reduced gradients.
+        micro_batches: Of a step.
+        regathers: ``reshard_after_forward``: gather again for backward; None does, except the root.
+    """
+    lines: dict[str, Counter[Collective]] = {
+        "parameters, forward": Counter(),
+        "parameters, backward": Counter(),
+        "gradients": Counter(),
+    }
+    for unit in blueprint.units:
+        again = (unit is not blueprint.root) if regathers is None else regathers
+        for plan, trains in zip(unit.plans, unit.trainable, strict=True):
+            gathered = Collective("all_gather", plan.numel * dtypes.param)
+            lines["parameters, forward"][gathered] += micro_batches
+            lines["parameters, backward"][gathered] += micro_batches * again
+            if trains:
+                lines["gradients"][Collective("reduce_scatter", plan.numel * dtypes.reduce)] += micro_batches
+    return {what: +calls for what, calls in lines.items() if +calls}
+
+
+def step_collectives(buckets: Sequence[Bucket]) -> dict[str, Counter[Collective]]:
+    """Returns the collectives of clipping and of the optimizer's step on one rank.
+
+    Args:
+        buckets: Of that rank.
+    """
+    lines = {"norm of the gradient": Counter({Collective("all_reduce", NORM): 1})}
+    there: Counter[Collective] = Counter()
+    back: Counter[Collective] = Counter()
+    for bucket in buckets:
+        if bucket.exchange:
+            itemsize = bucket.rule.wire_dtype.itemsize
+            for calls, moves in ((there, bucket.exchange.outgoing), (back, bucket.exchange.incoming)):
+                calls[Collective("all_to_all", itemsize * sum(move.stop - move.start for move in moves))] += 1
+    return lines | {what: calls for what, calls in (("blocks to owners", there), ("directions back", back)) if calls}
+
+
+def total(lines: Iterable[Counter[Collective]]) -> Counter[Collective]:
+    """Returns all of them together."""
+    return sum(lines, Counter())
+
+
+def timed(lines: dict[str, Counter[Collective]], machine: Machine, ranks: int, *, overlap: bool) -> list[Line]:
+    """Returns one line for each kind of call.
+
+    Args:
+        lines: Calls by what they are for.
+        machine: That they run on.
+        ranks: Of the group, neighbours on the machine.
+        overlap: Whether they run behind compute.
+    """
+    return [
+        Line(
+            what,
+            next(iter(calls)).name,
+            calls.total(),
+            sum(call.nbytes * count for call, count in calls.items()),
+            sum(count * machine.seconds(call.name, call.nbytes, ranks) for call, count in calls.items()),
+            overlap,
+        )
+        for what, calls in lines.items()
+    ]
+
+
+class Exposure(NamedTuple):
+    """What of a step's communication hides behind compute, in seconds."""
+
+    compute: float
+    communication: float
+    hidden: float
+    exposed: float
+
+    @property
+    def fraction(self) -> float:
+        """Of the step, exposed."""
+        return self.exposed / (self.compute + self.exposed) if self.exposed else 0.0
+
+
+def exposure(
+    *, forward: tuple[float, float], backward: tuple[float, float], units: int, first: float, last: float
+) -> Exposure:
+    """Returns what hides when each unit's collectives run behind the compute of its neighbours.
+
+    A gather runs behind the unit before it, a reduction behind the unit after it in backward; so the first gather and
+    the last reduction of each pass stay exposed, and so does what is longer than the compute it runs behind.
+
+    Args:
+        forward: Seconds of compute and of communication.
+        backward: Seconds of compute and of communication.
+        units: That follow each other.
+        first: Seconds of what nothing runs before, in all of the step.
+        last: Seconds of what nothing runs after, in all of the step.
+    """
+    hidden = 0.0
+    for compute, communication in (forward, backward):
+        edge = first if compute is forward[0] else last
+        hidden += max(min(communication - edge, compute * (units - 1) / max(units, 1)), 0.0)
+    both = forward[1] + backward[1]
+    return Exposure(forward[0] + backward[0], both, hidden, both - hidden)
