@@ -20,7 +20,7 @@ LEVELS = (
     {"ragged_tensor"},
     {"dbuffer"},
     {"unit"},
-    {"fsdp", "rule", "run", "exchange", "optimizer", "grad_norm"},
+    {"shard_state", "commit", "fsdp_module", "fsdp", "rule", "run", "exchange", "optimizer", "grad_norm"},
     {"mesh", "checkpoint", "data", "tracking"},
     {"trainer", "machine", "pipeline", "live"},
     {"blueprint"},

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vescale.block import Block as Block
     from vescale.dbuffer import DBuffer as DBuffer
-    from vescale.fsdp import FSDPModule as FSDPModule
     from vescale.fsdp import fully_shard as fully_shard
+    from vescale.fsdp_module import FSDPModule as FSDPModule
     from vescale.grad_norm import clip_grad_norm_ as clip_grad_norm_
     from vescale.optimizer import Optimizer as Optimizer
     from vescale.placement import RaggedShard as RaggedShard
@@ -23,9 +23,10 @@ if TYPE_CHECKING:
     from vescale.rule import Rules as Rules
 
 _HOME = {
-    "Block": "block", "DBuffer": "dbuffer", "FSDPModule": "fsdp", "fully_shard": "fsdp", "clip_grad_norm_": "grad_norm",
-    "Optimizer": "optimizer", "RaggedShard": "placement", "RaggedTensor": "ragged_tensor",
-    "distribute": "ragged_tensor", "from_local": "ragged_tensor", "redistribute": "ragged_tensor", "Rules": "rule",
+    "Block": "block", "DBuffer": "dbuffer", "FSDPModule": "fsdp_module", "fully_shard": "fsdp",
+    "clip_grad_norm_": "grad_norm", "Optimizer": "optimizer", "RaggedShard": "placement",
+    "RaggedTensor": "ragged_tensor", "distribute": "ragged_tensor", "from_local": "ragged_tensor",
+    "redistribute": "ragged_tensor", "Rules": "rule",
 }  # fmt: skip
 
 __all__ = list(_HOME)

@@ -25,8 +25,9 @@ from torch import Tensor, nn
 
 from vescale import checkpoint
 from vescale.collectives import same_on_every_rank
+from vescale.commit import preview
 from vescale.data import IGNORED, Batch, Dataset, TextData
-from vescale.fsdp import fully_shard, preview
+from vescale.fsdp import fully_shard
 from vescale.grad_norm import clip_grad_norm_
 from vescale.mesh import ParallelismConfig, make_mesh, pick_device, process_group, rank_of_job
 from vescale.optimizer import Optimizer

@@ -1,0 +1,154 @@
+"""commit: gives every parameter to a unit and plans the units, when the parameters are first needed.
+
+Until then ``fully_shard`` has only declared units. Now the outermost sharded module is known, so names are complete,
+and a parameter that several units share goes to their lowest common unit.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from vescale import collectives
+from vescale.block import Block
+from vescale.planner import SegmentPlan
+from vescale.segments import plan_model
+from vescale.shard_state import ShardState, Tree, state_of
+from vescale.unit import Member, Unit, member_specs
+
+
+def states_below(module: nn.Module) -> list[ShardState]:
+    """Returns the states of a module and of the sharded modules inside, in definition order."""
+    return [state for inner in module.modules() if (state := state_of(inner)) is not None]
+
+
+def commit(state: ShardState) -> None:
+    """Plans every unit of the outermost module, and puts sharded parameters into the modules; once.
+
+    The plans are compared over the ranks, and the units joined into a tree.
+    """
+    if not state.committed:
+        _commit(state.outermost)
+
+
+def _commit(root: ShardState) -> None:
+    states = states_below(root.module)
+    fresh = [state for state in states if not state.committed]
+    mesh = _default_mesh() if any(state.mesh is None for state in fresh) else None
+    members = _assign(root)
+    for state in fresh:
+        state.mesh = state.mesh or mesh
+        assert state.mesh is not None
+    plans = _plan([(state, members[id(state)], state.mesh.size()) for state in fresh])  # type: ignore[union-attr]
+    for state, segments in zip(fresh, plans, strict=True):
+        state.unit = Unit(members[id(state)], segments, state.mesh, mp_policy=state.mp_policy)  # type: ignore[arg-type]
+        state.committed = True
+    tree = Tree(states)
+    for state in states:
+        state.tree = tree
+    digests = "".join(segment.plan.digest() for state in fresh for segment in state.unit.segments)
+    for group in {id(state.mesh): state.unit.mesh.get_group() for state in fresh}.values():
+        collectives.same_on_every_rank(digests, what="the plan of fully_shard", group=group)
+
+
+def preview(module: nn.Module, num_ranks: int) -> list[tuple[str, tuple[SegmentPlan, ...]]]:
+    """Returns the name and the plans of every unit as ``num_ranks`` ranks would have them, and changes nothing.
+
+    Args:
+        module: The outermost module that ``fully_shard`` was called on; its parameters may be on the meta device.
+        num_ranks: Ranks to plan for; no process group is needed.
+
+    Raises:
+        ValueError: If the module is not sharded, or planned already.
+    """
+    root = state_of(module)
+    if root is None or root.committed:
+        raise ValueError("preview: expected a module that fully_shard was called on and whose parameters nobody took")
+    members = _assign(root)
+    named = [(_plain(name), state) for name, inner in module.named_modules() if (state := state_of(inner)) is not None]
+    plans = _plan([(state, members[id(state)], num_ranks) for _, state in named])
+    return [(name, segments) for (name, _), segments in zip(named, plans, strict=True)]
+
+
+def _plan(units: Sequence[tuple[ShardState, Sequence[Member], int]]) -> list[tuple[SegmentPlan, ...]]:
+    """Plans units, each on its number of ranks; those of one number and one ``max_padding`` share their budget."""
+    budgets: dict[tuple[int, float], list[int]] = defaultdict(list)
+    for i, (state, _, num_ranks) in enumerate(units):
+        budgets[num_ranks, state.max_padding].append(i)
+    found: dict[int, tuple[SegmentPlan, ...]] = {}
+    for (num_ranks, max_padding), some in budgets.items():
+        specs = [member_specs(units[i][1]) for i in some]
+        found.update(zip(some, plan_model(specs, num_ranks=num_ranks, max_padding=max_padding), strict=True))
+    return [found[i] for i in range(len(units))]
+
+
+def _assign(root: ShardState) -> dict[int, list[Member]]:
+    """Finds each parameter's unit: the nearest sharded module above it, or above all its uses when it is tied."""
+    found: dict[int, tuple[Member, ShardState]] = {}
+    seen: set[int] = set()
+
+    def visit(module: nn.Module, state: ShardState, prefix: str) -> None:
+        state = state_of(module) or state
+        if id(module) in seen or (state.committed and state is not root):
+            return
+        seen.add(id(module))
+        for name, param in module._parameters.items():
+            if param is None or any(id(param) in s.ignored for s in _chain(state)):
+                continue
+            if id(param) in found:
+                member, owner = found[id(param)]
+                found[id(param)] = (member, _common(owner, state))
+            else:
+                member = Member(_plain(prefix + name), param, [])
+                found[id(param)] = (member, state)
+            member.homes.append((module, name))
+        for name, child in module._modules.items():
+            if child is not None:
+                visit(child, state, f"{prefix}{name}.")
+
+    visit(root.module, root, "")
+    result: dict[int, list[Member]] = defaultdict(list)
+    for member, state in found.values():
+        member.block = _block(state, member)
+        result[id(state)].append(member)
+    return result
+
+
+def _chain(state: ShardState) -> list[ShardState]:
+    return [state] if state.parent is None else [state, *_chain(state.parent)]
+
+
+def _common(a: ShardState, b: ShardState) -> ShardState:
+    """The lowest unit above both; the outermost module is above everything."""
+    above = set(map(id, _chain(b)))
+    return next(state for state in _chain(a) if id(state) in above)
+
+
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+
+
+def _plain(name: str) -> str:
+    """The name a user gave, without what wrappers put into it."""
+    return functools.reduce(lambda text, wrapper: text.replace(wrapper, ""), _WRAPPERS, name)
+
+
+def _block(state: ShardState, member: Member) -> Block:
+    if state.block_of is None:
+        return Block(())
+    block = state.block_of(member.name, member.param)
+    return block if isinstance(block, Block) else Block(tuple(block))
+
+
+def _default_mesh() -> DeviceMesh:
+    if not dist.is_initialized():
+        raise ValueError(
+            "fully_shard: no mesh given and no process group: call torch.distributed.init_process_group() first"
+        )
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    return init_device_mesh(device.type, (dist.get_world_size(),))  # type: ignore[union-attr]

@@ -1,0 +1,264 @@
+"""ShardState: one ``fully_shard`` call and where it stands in the iteration; the hooks that drive its unit.
+
+What runs when, for units root, 0, 1 (g = all-gather, f / b = compute, r = reduce-scatter; prefetch is one unit deep)::
+
+    compute    f.root f.0    f.1    | b.root b.1      b.0      |
+    gathers    g.root g.0 g.1       | (kept) g.1  g.0          |
+    reduces                         |             r.1      r.0 r.root
+
+The root keeps its parameters between forward and backward: they would be gathered again at once.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils._pytree import tree_map
+
+from vescale.block import Block
+from vescale.unit import Unit
+
+BlockOf = Callable[[str, nn.Parameter], "Block | tuple[int, ...]"]
+
+
+class Tree:
+    """What the units below one outermost module share during an iteration."""
+
+    states: list[ShardState]  # in definition order
+    order: list[ShardState]  # as forward entered them last time; prefetch follows it
+    entered: list[ShardState]  # as forward enters them this time
+    reducing: Unit | None  # at most one unit's reduce-scatters are in flight
+    root: ShardState | None  # the outermost module whose forward is running
+    backwards: int  # that have ended
+
+    def __init__(self, states: Sequence[ShardState]) -> None:
+        self.states, self.order, self.entered = list(states), [], []
+        self.reducing, self.root, self.callback_queued = None, None, False
+        self.backwards = 0
+
+    def neighbour(self, state: ShardState, step: int) -> ShardState | None:
+        """The unit that ran after (+1) or before (-1) ``state`` in the recorded order."""
+        if state not in self.order:
+            return None
+        at = self.order.index(state) + step
+        return self.order[at] if 0 <= at < len(self.order) else None
+
+    def finish_reduce(self) -> None:
+        """Waits for the reduce-scatters in flight."""
+        if self.reducing is not None:
+            self.reducing.wait_reduce()
+            self.reducing = None
+
+    def reset(self) -> None:
+        """Forgets an iteration that did not end, and frees what it held."""
+        self.reducing, self.root, self.callback_queued = None, None, False
+        self.entered = []
+        for state in self.states:
+            state.in_backward, state.owes, state.pending = False, False, 0
+            state.unit.drop()
+
+
+class ShardState:
+    """One ``fully_shard`` call: its arguments, its unit once planned, and where it stands in the iteration."""
+
+    module: nn.Module
+    unit: Unit  # set by commit
+    tree: Tree  # set by commit; shared with every unit of the outermost module
+    parent: ShardState | None  # the next sharded module above
+    in_backward: bool  # between its pre-backward and its post-backward
+    owes: bool  # took part in a backward whose gradients have not been reduced; the same on every rank
+    pending: int  # forwards whose backward has not come yet
+    committed: bool  # the unit is planned
+    applying: bool  # an outer _apply has taken care of the unit
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        mesh: DeviceMesh | None,
+        reshard_after_forward: bool | None,
+        mp_policy: MixedPrecisionPolicy,
+        ignored: frozenset[int],
+        block_of: BlockOf | None,
+        max_padding: float,
+    ) -> None:
+        self.module, self.mesh, self.mp_policy = module, mesh, mp_policy
+        self.reshard_after_forward, self.ignored = reshard_after_forward, ignored
+        self.block_of, self.max_padding = block_of, max_padding
+        self.parent, self.in_backward, self.owes, self.pending = None, False, False, 0
+        self.committed, self.applying = False, False
+
+    @property
+    def outermost(self) -> ShardState:
+        """The sharded module above which there is none."""
+        return self if self.parent is None else self.parent.outermost
+
+    def reshards_after_forward(self) -> bool:
+        """Whether to free the whole parameters after forward; without gradients no backward will want them."""
+        keep = self.reshard_after_forward is False or (self.reshard_after_forward is None and self.parent is None)
+        return not (keep and torch.is_grad_enabled())
+
+    # --- forward ---
+
+    def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        tree = self.tree
+        if tree.root is self or (tree.callback_queued and torch._C._current_graph_task_id() == -1):
+            tree.reset()  # an exception ended the last forward, or the last backward
+        if self.in_backward:  # recomputation by activation checkpointing
+            self._whole()
+            return self._cast_inputs(args, kwargs)
+        if tree.root is None:
+            tree.root, tree.entered = self, []
+            for state in tree.states:
+                state.unit.realias()
+        tree.entered.append(self)
+        self._whole()
+        following = tree.neighbour(self, +1)
+        if following is not None:
+            following.unit.unshard()
+        args, kwargs = self._cast_inputs(args, kwargs)
+        return self._watch_inputs(args, kwargs) if torch.is_grad_enabled() else (args, kwargs)
+
+    def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if not self.in_backward:
+            self._watch_outputs(output)
+            if self.reshards_after_forward():
+                self.unit.reshard()
+            if self.tree.root is self:
+                self._end_forward()
+        if self.mp_policy.output_dtype is not None:
+            output = _cast(output, self.mp_policy.output_dtype)
+        return output
+
+    def _end_forward(self) -> None:
+        self.tree.root = None
+        self.tree.order = list(dict.fromkeys(self.tree.entered))
+        for state in self.tree.states:
+            if state not in self.tree.order:  # prefetched on a hint that did not come true
+                state.unit.reshard()
+
+    def _whole(self) -> None:
+        self.unit.unshard()
+        self.unit.wait_unshard()
+
+    def _cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        dtype = self.mp_policy.param_dtype
+        if dtype is None or not self.mp_policy.cast_forward_inputs:
+            return args, kwargs
+        return _cast(args, dtype), _cast(kwargs, dtype)
+
+    # --- backward ---
+
+    def _watch_outputs(self, output: Any) -> None:
+        """Runs ``_pre_backward`` once per forward, when the first gradient of an output arrives."""
+        if not torch.is_grad_enabled():
+            return
+        tensors: list[torch.Tensor] = []
+        _map_tensors(lambda t: tensors.append(t) if t.requires_grad else None, output)
+        if not tensors:
+            return
+        self.pending += 1
+        fired: list[int] = []  # the backward in which it ran: one graph may have several
+
+        def hook(grad: torch.Tensor) -> None:
+            if fired != [self.tree.backwards]:
+                fired[:] = [self.tree.backwards]
+                self._pre_backward()
+
+        for tensor in tensors:
+            tensor.register_hook(hook)
+
+    def _watch_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Routes the inputs through a node whose backward says that this module's backward is done."""
+        found: dict[int, torch.Tensor] = {}
+        _map_tensors(lambda t: found.setdefault(id(t), t) if t.requires_grad else None, (args, kwargs))
+        if not found:
+            return args, kwargs
+        watched = dict(zip(found, _Watch.apply(self, *found.values()), strict=True))
+        return _map_tensors(lambda t: watched.get(id(t), t), (args, kwargs))
+
+    def _pre_backward(self) -> None:
+        self.in_backward = self.owes = True
+        if not self.tree.callback_queued:
+            self.tree.callback_queued = True
+            Variable._execution_engine.queue_callback(self._end_backward)
+        self._whole()
+        preceding = self.tree.neighbour(self, -1)
+        if preceding is not None and preceding.pending:
+            preceding.unit.unshard()
+
+    def _post_backward(self) -> None:
+        """One forward's backward is done; after the last one, the gradients are complete and leave."""
+        self.in_backward, self.pending = False, max(self.pending - 1, 0)
+        if self.pending == 0:
+            self._reduce()
+        self.unit.reshard()
+
+    def _reduce(self) -> None:
+        if self.unit.requires_gradient_sync:
+            self.tree.finish_reduce()
+            self.unit.reduce()
+            self.tree.reducing, self.owes = self.unit, False
+
+    def _end_backward(self) -> None:
+        """Runs once when autograd is done.
+
+        Units whose inputs needed no gradient, and gradients that came late, leave here.
+        """
+        tree = self.tree
+        for state in reversed(tree.states):
+            if state.owes or state.unit.has_unreduced:
+                state._reduce()
+            state.in_backward, state.pending = False, 0
+            if state.unit.unsharded:
+                state.unit.reshard()
+        tree.finish_reduce()
+        tree.callback_queued = False
+        tree.backwards += 1
+
+
+def state_of(module: nn.Module) -> ShardState | None:
+    """Returns the state that ``fully_shard`` gave a module; None for a module of no call of its own."""
+    return module.__dict__.get("_vescale_state")
+
+
+class _Watch(torch.autograd.Function):
+    """Passes tensors through; its backward runs when the gradients of all of them are known."""
+
+    @staticmethod
+    def forward(ctx: Any, state: ShardState, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.state = state
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        ctx.state._post_backward()
+        return (None, *grads)
+
+
+def _cast(values: Any, dtype: torch.dtype) -> Any:
+    return _map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, values)
+
+
+def _map_tensors(fn: Callable[[torch.Tensor], Any], values: Any) -> Any:
+    """Applies ``fn`` to every tensor in containers that torch knows, and in dataclasses, which it takes for leaves."""
+
+    def leaf(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return fn(value)
+        if not dataclasses.is_dataclass(value) or isinstance(value, type):
+            return value
+        twin = copy.copy(value)
+        for field in dataclasses.fields(value):
+            object.__setattr__(twin, field.name, _map_tensors(fn, getattr(value, field.name)))
+        return twin
+
+    return tree_map(leaf, values)
