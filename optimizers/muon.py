@@ -99,6 +99,17 @@ class Muon:
             return (1, *shape[1:])
         raise ValueError(f"Muon: expected a matrix (m, n) or a stack of them (E, m, n), got shape {tuple(shape)}")
 
+    def cost(self, block: tuple[int, ...]) -> float:
+        """Returns the FLOPs of one matrix: a step of Newton-Schulz is X X^T, its square, and a product with X.
+
+        ``K (4 s^2 l + 2 s^3)`` for ``K`` steps on sides ``s <= l``.
+
+        Args:
+            block: (m, n) or (1, m, n).
+        """
+        short, long = sorted(block[-2:])
+        return len(COEFFICIENTS[self.coefficients]) * (4.0 * short**2 * long + 2.0 * short**3)
+
     def element_state(self) -> dict[str, torch.dtype]:
         """Returns the momentum, of the parameter's shape."""
         return {"momentum": torch.float32}

@@ -16,9 +16,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from vescale.block import Lattice
 from vescale.exchange import Crossing
 from vescale.optimizer import Bucket, _buckets, _cost, _owners
-from vescale.planner import ALIGN, SegmentPlan
+from vescale.planner import ALIGN, SegmentPlan, TensorSpec, plan_segment
 from vescale.rule import Routing
 from vescale.run import Run, runs_of
 from vescale.trainer import Trainer
@@ -128,31 +129,63 @@ class Blueprint:
         return _buckets(self.runs(rank), self.owners)
 
     @cached_property
+    def lattices(self) -> list[tuple[Run, int, Lattice]]:
+        """Every parameter of a rule over blocks: its run, its index there, its blocks."""
+        runs = [run for run in self.runs(0) if hasattr(run.rule, "block")]
+        return [(run, index, run.lattice(index)) for run in runs for index in range(len(run.names))]
+
+    @cached_property
     def work(self) -> np.ndarray:
         """(num_ranks,) float64: what each rank computes on whole blocks in a step, in FLOPs where the rule says so."""
         load = np.zeros(self.num_ranks)
-        for run in self.runs(0):
-            if not hasattr(run.rule, "block"):
-                continue
-            for index, name in enumerate(run.names):
-                lattice = run.lattice(index)
-                cost = _cost(run.rule, lattice.block) * lattice.blocks_per_granule
-                for granule in range(lattice.num_granules):
-                    home = (run.offsets[index] + lattice.granule(granule)[0]) // run.shard_size
-                    load[self.owners.get((name, granule), home)] += cost
+        for run, index, lattice in self.lattices:
+            cost = _cost(run.rule, lattice.block) * lattice.blocks_per_granule
+            for granule in range(lattice.num_granules):
+                home = (run.offsets[index] + lattice.granule(granule)[0]) // run.shard_size
+                load[self.owners.get((run.names[index], granule), home)] += cost
         return load
+
+    def without_cuts(self) -> tuple[int, np.ndarray]:
+        """Returns what it would take to cut no block at all, at any price in padding.
+
+        Returns:
+            Elements of one rank's shards, and (num_ranks,) float64, the work of each rank.
+        """
+        load, shard = np.zeros(self.num_ranks), 0
+        blocks = {run.names[index]: (run, lattice) for run, index, lattice in self.lattices}
+        for unit in self.units:
+            for plan in unit.plans:
+                wants = zip(plan.tensors, plan.wanted, strict=True)
+                specs = [TensorSpec(t.name, t.numel, granularity=want, finest=t.finest) for t, want in wants]
+                whole = plan_segment(specs, num_ranks=self.num_ranks)
+                shard += whole.shard_size
+                for tensor, offset in zip(whole.tensors, whole.offsets, strict=True):
+                    if tensor.name in blocks:
+                        run, lattice = blocks[tensor.name]
+                        cost = _cost(run.rule, lattice.block) * lattice.blocks_per_granule
+                        for granule in range(lattice.num_granules):
+                            load[(offset + lattice.granule(granule)[0]) // whole.shard_size] += cost
+        return shard, load
 
     @cached_property
     def blocks(self) -> tuple[int, int]:
         """Whole blocks that no edge cuts, and those that one does."""
         kept = cut = 0
-        for run in self.runs(0):
-            if hasattr(run.rule, "block"):
-                for index in range(len(run.names)):
-                    lattice, boundary = run.lattice(index), len(run.boundary(index))
-                    kept += (lattice.num_granules - boundary) * lattice.blocks_per_granule
-                    cut += boundary * lattice.blocks_per_granule
+        for run, index, lattice in self.lattices:
+            boundary = len(run.boundary(index))
+            kept += (lattice.num_granules - boundary) * lattice.blocks_per_granule
+            cut += boundary * lattice.blocks_per_granule
         return kept, cut
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of everything that rules over blocks would put on a wire."""
+        return sum(blocks.numel * run.rule.wire_dtype.itemsize for run, _, blocks in self.lattices)
+
+    @property
+    def largest_numel(self) -> int:
+        """Elements of the largest parameter of a rule over blocks."""
+        return max((blocks.numel for _, _, blocks in self.lattices), default=0)
 
     @cached_property
     def crossings(self) -> list[tuple[Crossing, int]]:

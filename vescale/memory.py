@@ -23,7 +23,8 @@ from vescale.optimizer import Bucket
 
 MASTER = 4  # bytes of an element of masters and gradients: float32
 STAGES = (0, 1, 2, 3)
-# Bytes per element of a block that a rule holds while it computes one, where the rule does not say (``workspace``).
+# Bytes per element of a block that a rule holds while it computes one: Newton-Schulz on a wide matrix in bf16 with its
+# float32 norm; measured by `simulate=true`, and never the peak of a model of many layers.
 WORKSPACE = 16
 
 
@@ -128,6 +129,7 @@ def moments(
     stage: int = 3,
     micro_batches: int = 1,
     regathers: bool = True,
+    recomputed: bool | None = None,
 ) -> Iterator[Moment]:
     """Yields the moments of a step that may be its worst.
 
@@ -140,6 +142,7 @@ def moments(
         stage: ZeRO stage.
         micro_batches: In a step; from the second on gradients are there before backward begins.
         regathers: Whether layers free their parameters after forward.
+        recomputed: Whether layers are computed again in backward; None: as the activations say.
 
     Raises:
         NotImplementedError: If the activations are of another number of layers than the units.
@@ -150,7 +153,8 @@ def moments(
             f"activations of {len(activations.layers)} layers for a model of {len(layers)} units beside the root"
         )
     base = resident(blueprint, dtypes, state=state, stage=stage, accumulating=micro_batches > 1)
-    step = _Step(blueprint, activations, dtypes, stage, micro_batches > 1, regathers)
+    again = activations.recomputed if recomputed is None else recomputed
+    step = _Step(blueprint, activations, dtypes, stage, micro_batches > 1, regathers, again)
     yield Moment("loss", base | step.loss())
     yield Moment("backward of the head", base | step.head())
     for index in reversed(range(len(layers))):
@@ -169,6 +173,7 @@ class _Step(NamedTuple):
     stage: int
     accumulating: bool
     regathers: bool
+    recomputed: bool
 
     def loss(self) -> dict[str, int]:
         kept = [] if self.regathers else self.blueprint.layers
@@ -184,7 +189,7 @@ class _Step(NamedTuple):
 
     def layer(self, index: int) -> dict[str, int]:
         layer, unit = self._layers[index], self.blueprint.layers[index]
-        work = layer.work + (layer.saved if self.activations.recomputed else 0)
+        work = layer.work + (layer.saved if self.recomputed else 0)
         after = self.blueprint.layers[index + 1 : index + 2]
         return self._parts(
             self._saved(index + 1, tail=False) + work,
@@ -210,8 +215,7 @@ class _Step(NamedTuple):
 
     def _saved(self, count: int, tail: bool = True) -> int:
         """Of the first ``count`` layers, and of what follows the last."""
-        recomputed = self.activations.recomputed
-        saved = sum(layer.stream + (0 if recomputed else layer.saved) for layer in self._layers[:count])
+        saved = sum(layer.stream + (0 if self.recomputed else layer.saved) for layer in self._layers[:count])
         return saved + (self.activations.tail if tail else 0)
 
     def _gathered(self, index: int, count: int) -> list[PlannedUnit]:

@@ -24,7 +24,6 @@ class Line(NamedTuple):
         count: In a step.
         nbytes: Of all of them, as ``vescale.live.Collective`` counts.
         seconds: Of all of them, one after another.
-        overlap: Whether it runs behind compute, as this release does it.
     """
 
     what: str
@@ -32,7 +31,6 @@ class Line(NamedTuple):
     count: int
     nbytes: int
     seconds: float
-    overlap: bool
 
 
 def model_collectives(
@@ -84,14 +82,13 @@ def total(lines: Iterable[Counter[Collective]]) -> Counter[Collective]:
     return sum(lines, Counter())
 
 
-def timed(lines: dict[str, Counter[Collective]], machine: Machine, ranks: int, *, overlap: bool) -> list[Line]:
+def timed(lines: dict[str, Counter[Collective]], machine: Machine, ranks: int) -> list[Line]:
     """Returns one line for each kind of call.
 
     Args:
         lines: Calls by what they are for.
         machine: That they run on.
         ranks: Of the group, neighbours on the machine.
-        overlap: Whether they run behind compute.
     """
     return [
         Line(
@@ -100,7 +97,6 @@ def timed(lines: dict[str, Counter[Collective]], machine: Machine, ranks: int, *
             calls.total(),
             sum(call.nbytes * count for call, count in calls.items()),
             sum(count * machine.seconds(call.name, call.nbytes, ranks) for call, count in calls.items()),
-            overlap,
         )
         for what, calls in lines.items()
     ]
@@ -120,24 +116,18 @@ class Exposure(NamedTuple):
         return self.exposed / (self.compute + self.exposed) if self.exposed else 0.0
 
 
-def exposure(
-    *, forward: tuple[float, float], backward: tuple[float, float], units: int, first: float, last: float
-) -> Exposure:
+def exposure(passes: Iterable[tuple[float, float]], *, units: int, alone: float) -> Exposure:
     """Returns what hides when each unit's collectives run behind the compute of its neighbours.
 
-    A gather runs behind the unit before it, a reduction behind the unit after it in backward; so the first gather and
-    the last reduction of each pass stay exposed, and so does what is longer than the compute it runs behind.
+    A gather runs behind the unit before it, a reduction behind the unit after it in backward: of each pass one unit's
+    share of the communication has nothing to run behind, and so has what is longer than the compute it runs behind.
 
     Args:
-        forward: Seconds of compute and of communication.
-        backward: Seconds of compute and of communication.
-        units: That follow each other.
-        first: Seconds of what nothing runs before, in all of the step.
-        last: Seconds of what nothing runs after, in all of the step.
+        passes: Seconds of compute and of communication of each pass over the layers.
+        units: Layers.
+        alone: Seconds of communication that never overlaps: the root's gather and reduction, and the optimizer's.
     """
-    hidden = 0.0
-    for compute, communication in (forward, backward):
-        edge = first if compute is forward[0] else last
-        hidden += max(min(communication - edge, compute * (units - 1) / max(units, 1)), 0.0)
-    both = forward[1] + backward[1]
-    return Exposure(forward[0] + backward[0], both, hidden, both - hidden)
+    passes = list(passes)
+    compute, communication = (sum(seconds) for seconds in zip(*passes, strict=True))
+    hidden = sum((units - 1) * min(seconds) / units for seconds in passes) if units else 0.0
+    return Exposure(compute, communication + alone, hidden, communication + alone - hidden)

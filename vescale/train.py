@@ -82,7 +82,7 @@ def compose(argv: Sequence[str]) -> dict[str, Any]:
     return found[0].config
 
 
-def points(argv: Sequence[str]) -> list[Point]:
+def points(argv: Sequence[str], command: str = "train") -> list[Point]:
     """Returns every configuration that `argv` names: one, or the points of a sweep (-m), or none if Hydra only printed
     what was asked for (--cfg, --info).
 
@@ -91,6 +91,7 @@ def points(argv: Sequence[str]) -> list[Point]:
 
     Args:
         argv: What follows `python -m vescale.train` on the command line.
+        command: `train`, or the name of another file beside `recipes/train.yaml` that composes it and more.
 
     Raises:
         ValueError: In one line, as `compose`.
@@ -112,9 +113,9 @@ def points(argv: Sequence[str]) -> list[Point]:
 
     OmegaConf.register_new_resolver("by_model", _by_model, replace=True)
     OmegaConf.register_new_resolver("part", _part, replace=True)
-    with tempfile.TemporaryDirectory() as scratch, _command_line([f"hydra.sweep.dir={scratch}", *argv]):
+    with tempfile.TemporaryDirectory() as scratch, _command_line([f"hydra.sweep.dir={scratch}", *argv], command):
         try:
-            hydra.main(version_base="1.3", config_path="pkg://recipes", config_name="train")(keep)()
+            hydra.main(version_base="1.3", config_path="pkg://recipes", config_name=command)(keep)()
         except (HydraException, OmegaConfBaseException) as problem:
             refused.append(problem)
     if refused:
@@ -138,11 +139,11 @@ def _point(config: Any, settings: Any) -> Point:  # OmegaConf's containers
 
 
 @contextmanager
-def _command_line(argv: Sequence[str]) -> Iterator[None]:
+def _command_line(argv: Sequence[str], command: str) -> Iterator[None]:
     """Lets Hydra read `argv`, and raise what it would otherwise print over many lines."""
     arguments, full_error, said = sys.argv, os.environ.get("HYDRA_FULL_ERROR"), io.StringIO()
     words = sorted(argv, key=_is_override)  # argparse wants them together, people put options anywhere
-    sys.argv, os.environ["HYDRA_FULL_ERROR"] = ["python -m vescale.train", *words], "1"
+    sys.argv, os.environ["HYDRA_FULL_ERROR"] = [f"python -m vescale.{command}", *words], "1"
     try:
         with redirect_stderr(said):
             yield
