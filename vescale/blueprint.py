@@ -145,6 +145,11 @@ class Blueprint:
                 load[self.owners.get((run.names[index], granule), home)] += cost
         return load
 
+    @property
+    def largest_work(self) -> float:
+        """Work of the costliest granule, which one rank has to do."""
+        return max((_cost(run.rule, b.block) * b.blocks_per_granule for run, _, b in self.lattices), default=0.0)
+
     def without_cuts(self) -> tuple[int, np.ndarray]:
         """Returns what it would take to cut no block at all, at any price in padding.
 

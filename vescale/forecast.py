@@ -286,6 +286,7 @@ class Forecast:
         return found | {
             "work": float(work.sum()),
             "balance": float(work.max()) / mean if mean else 1.0,
+            "largest_block": self.blueprint.largest_work / mean if mean else 1.0,
             "bytes_moved": int(sent.sum()),
             "bytes_moved_worst_rank": int(sent.sum(axis=1).max()),
             "ways": [self._owner(), self._kept(), self._gathered()],

@@ -63,7 +63,7 @@ class Machine:
             if not 0 <= getattr(self, name) < math.inf:
                 problems.append(f"{name}: expected seconds >= 0, got {getattr(self, name)}")
         if problems:
-            raise ValueError("machine: " + "; ".join(problems))
+            raise ValueError("; ".join(problems))
 
     def _low(self, name: str) -> bool:
         return not 0 < getattr(self, name) < math.inf

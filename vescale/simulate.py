@@ -66,11 +66,20 @@ def simulate(trainer: Trainer, *, rank: int, num_ranks: int, micro_batch: int, m
         trainer.shard(mesh=make_mesh(torch.device("cpu")))
         list(trainer.model.named_parameters())  # plans, and compares the plans with the other ranks, who agree
         with FakeTensorMode(allow_non_fake_inputs=True), LiveBytes() as live:
-            return _observe(trainer, live, micro_batch, micro_batches)
+            return observe(trainer, live, micro_batch=micro_batch, micro_batches=micro_batches)
 
 
-def _observe(trainer: Trainer, live: LiveBytes, micro_batch: int, micro_batches: int) -> Observed:
+def observe(trainer: Trainer, live: LiveBytes, *, micro_batch: int, micro_batches: int) -> Observed:
+    """Returns what this rank does in a training step, on real ranks or on made-up ones.
+
+    Args:
+        trainer: Of the run; its model is sharded and on the meta device.
+        live: What counts, active.
+        micro_batch: Sequences of one forward.
+        micro_batches: Of the step.
+    """
     model = trainer.model.to_empty(device="cpu")
+    model.init_weights()
     parameters = live.now()
     optimizer = Optimizer(model.named_parameters(), trainer.rules)
     state = live.now() - parameters

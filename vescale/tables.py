@@ -107,7 +107,7 @@ def _optimizer(section: Mapping[str, Any]) -> Iterable[Any]:
         return
     yield (
         f"{section['blocks_kept']:,} blocks kept, {section['blocks_cut']:,} cut; busiest rank {section['balance']:.2f} x the "
-        f"mean; {gb(section['bytes_moved'])} moved in the world, {gb(section['bytes_moved_worst_rank'])} by the busiest rank"
+        f"mean (one block alone is {section['largest_block']:.2f}); {gb(section['bytes_moved'])} moved in the world, {gb(section['bytes_moved_worst_rank'])} by the busiest rank"
     )
     rows = [
         (
