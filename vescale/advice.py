@@ -107,7 +107,9 @@ def _recompute(facts: Facts) -> Advice:
 
 
 def _tensor_parallel(facts: Facts) -> Advice:
-    because = f"the largest layer needs {gb(facts.layer)} of {gb(facts.available)}; inside a node of {facts.devices} only"
+    because = (
+        f"the largest layer needs {gb(facts.layer)} of {gb(facts.available)}; inside a node of {facts.devices} only"
+    )
     return Advice("tensor parallel", _yes(not facts.fits(facts.layer)), because, False)
 
 

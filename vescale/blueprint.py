@@ -78,6 +78,7 @@ class Blueprint:
     def __init__(self, trainer: Trainer, num_ranks: int) -> None:
         self.num_ranks, self.routing, self.rules = num_ranks, trainer.routing, trainer.rules
         self._params: dict[str, nn.Parameter] = dict(trainer.model.named_parameters())
+        self._runs: dict[int, list[Run]] = {}
         trainer.shard()
         self.units = [self._unit(name, plans) for name, plans in trainer.preview(num_ranks)]
 
@@ -104,6 +105,11 @@ class Blueprint:
 
     def runs(self, rank: int) -> list[Run]:
         """Returns the runs of the Optimizer on ``rank``; their tensors are on the meta device."""
+        if rank not in self._runs:
+            self._runs[rank] = self._make_runs(rank)
+        return self._runs[rank]
+
+    def _make_runs(self, rank: int) -> list[Run]:
         group = SimpleNamespace() if self.num_ranks > 1 else None
         for unit in self.units:
             for plan, trains in zip(unit.plans, unit.trainable, strict=True):

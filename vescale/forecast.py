@@ -42,7 +42,11 @@ class Forecast:
     def __init__(self, trainer: Trainer, num_ranks: int, *, machine: Machine, memory: int, available: int) -> None:
         self.trainer, self.num_ranks, self.machine = trainer, num_ranks, machine
         self.memory, self.available = memory, available
-        self.model, self.seq_len, self.parallelism = trainer.model_config, trainer.data_config.seq_len, trainer.parallelism
+        self.model, self.seq_len, self.parallelism = (
+            trainer.model_config,
+            trainer.data_config.seq_len,
+            trainer.parallelism,
+        )
         self.assumptions: list[str] = []
         if not hasattr(self.model, "activations"):
             raise NotImplementedError(f"{type(self.model).__name__} does not say what its activations hold")
@@ -82,8 +86,8 @@ class Forecast:
             "parameters": total,
             "active_parameters": active,
             "flops_per_token": self._flops,
-            "convention": "6 per matrix parameter and token, 12 layers heads head_dim seq_len for attention as if nothing "
-            "were masked (arXiv 2204.02311, appendix B); recomputation not counted",
+            "convention": "6 per matrix parameter and token, 12 layers heads head_dim seq_len for attention as if "
+            "nothing were masked (arXiv 2204.02311, appendix B); recomputation not counted",
             "units": len(self.blueprint.units),
             "ranks": self.num_ranks,
             "seq_len": self.seq_len,
@@ -204,7 +208,10 @@ class Forecast:
         """The largest micro-batches that fit, with the accumulation that makes the global batch of them."""
         share = self.global_batch // self.num_ranks
         sizes = [size for size in range(share, 0, -1) if share % size == 0]
-        found: dict[str, Any] = {"global_tokens": self.global_batch * self.seq_len, "global_sequences": self.global_batch}
+        found: dict[str, Any] = {
+            "global_tokens": self.global_batch * self.seq_len,
+            "global_sequences": self.global_batch,
+        }
         for word, again in (("full", True), ("none", False)):
             found[word] = None
             for size in sizes:
@@ -393,13 +400,14 @@ class Forecast:
         return [
             *self.assumptions,
             f"one rank a device, {machine.devices} devices a node, ranks of a group are neighbours",
-            f"collectives are rings at the {machine.name} profile's bandwidth and latency (recipes/machine/{machine.name}.yaml); "
-            "no congestion, no other traffic",
-            f"matrix products reach {machine.utilisation:.0%} of {machine.flops / 1e12:,.0f} TFLOP/s, in forward, backward, "
-            "recomputation and the optimizer alike; everything else takes no time",
-            "a gather runs behind the unit before it and a reduction behind the unit after it; the root's, the optimizer's "
-            "and the clipping's communication is exposed",
-            "bytes are of live tensors: fragmentation and what libraries allocate for themselves come out of the reserve",
+            f"collectives are rings at the bandwidth and latency of recipes/machine/{machine.name}.yaml and of the keys "
+            "that changed it; no congestion, no other traffic",
+            f"matrix products reach {machine.utilisation:.0%} of {machine.flops / 1e12:,.0f} TFLOP/s, in forward, "
+            "backward, recomputation and the optimizer alike; everything else takes no time",
+            "a gather runs behind the unit before it and a reduction behind the unit after it; the root's, the "
+            "optimizer's and the clipping's communication is exposed",
+            "bytes are of live tensors: fragmentation and what libraries allocate for themselves come out of the "
+            "reserve",
             "activations as models/activations.py counts them: flash attention, norms in one kernel",
             f"masters and gradients in float32; compute in {8 * self.dtypes.param} bits, reduction in "
             f"{8 * self.dtypes.reduce} bits; textbook figures are Adam's with bf16 gradients",

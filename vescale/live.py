@@ -59,7 +59,7 @@ class LiveBytes(TorchDispatchMode):
             self._top()
             return result
 
-        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
         return super().__enter__()
 
     def __exit__(self, *problem: Any) -> None:

@@ -4,7 +4,7 @@ Times are those of a ring, which is what NCCL's own model of all-gather and redu
 src/graph/tuning.cc, ``ncclTopoTuneModel``)::
 
     seconds = start + steps inside a node * latency inside + steps between nodes * latency between
-              + (m - 1) / m * bytes of the whole buffer / bandwidth                  all-reduce: twice the steps and bytes
+              + (m - 1) / m * bytes of the whole buffer / bandwidth          all-reduce: twice the steps and bytes
 
 Each of a node's ``devices`` drives a ring of its own through its own network port, so the network moves ``devices *
 bandwidth_between`` bytes/s for the node, and a ring that leaves the node runs at the lower of that and

@@ -233,7 +233,11 @@ class _Step(NamedTuple):
         logits: int = 0,
         one: int = 0,
     ) -> dict[str, int]:
-        parts = {"activations": activations, "logits and loss": logits, "a parameter's gradient": self.dtypes.param * one}
+        parts = {
+            "activations": activations,
+            "logits and loss": logits,
+            "a parameter's gradient": self.dtypes.param * one,
+        }
         if self.stage == 3:
             parts["gathered units"] = self.dtypes.param * sum(unit.whole for unit in (self.blueprint.root, *gathered))
         if self.stage > 1:

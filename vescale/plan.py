@@ -1,8 +1,8 @@
 """The command that plans: `python -m vescale.plan recipe=llama70b_muon world_size=64 device_memory=80GB machine=h100`.
 
 It composes a run as `vescale.train` does and says what that run needs: memory, communication, the optimizer's step,
-what to change. No weight is allocated and no rank is started, so a laptop plans for ten thousand ranks in seconds. Every
-figure is in `figures`, a plain dictionary, which is printed as JSON or as tables; whatever is assumed is listed with it.
+what to change. No weight is allocated and no rank is started, so a laptop plans for ten thousand ranks in seconds.
+Every figure is in `figures`, a plain dictionary, printed as JSON or as tables; what is assumed is listed with it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from vescale.train import points, prepare, resolve
 
 if TYPE_CHECKING:
     from vescale.trainer import Trainer
+
 
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig:

@@ -47,7 +47,8 @@ def _items(section: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
 def _memory(section: Mapping[str, Any]) -> Iterable[Any]:
     yield (
         f"rank {section['rank']:,} holds the most; {gb(section['available'])} of {gb(section['device'])} to use, "
-        f"{gb(section['reserve'])} in reserve; configured: ZeRO {section['stage']}, checkpointing {section['configured']}"
+        f"{gb(section['reserve'])} in reserve; configured: ZeRO {section['stage']}, "
+        f"checkpointing {section['configured']}"
     )
     stages = section["stages"]
     rows = [
@@ -81,11 +82,11 @@ def _fits(fits: bool, margin: float) -> str:
 
 def _communication(section: Mapping[str, Any]) -> Iterable[Any]:
     yield (
-        f"{section['nodes']:,} {section['machine']} nodes, rings at {section['bandwidth'] / 1e9:,.0f} GB/s; bytes of whole "
-        "buffers, per step"
+        f"{section['nodes']:,} {section['machine']} nodes, rings at {section['bandwidth'] / 1e9:,.0f} GB/s; bytes of "
+        "whole buffers, per step"
     )
     rows = [
-        (line["what"], line["collective"], f"{line['count']:,}", gb(line["nbytes"]), _time(line["seconds"]))
+        (line["what"], line["collective"], f"{line['calls']:,}", gb(line["nbytes"]), _time(line["seconds"]))
         for line in section["lines"]
     ]
     yield _table(("what", "collective", "calls", "bytes", "time"), rows)
@@ -106,9 +107,11 @@ def _optimizer(section: Mapping[str, Any]) -> Iterable[Any]:
         yield "no rule works on whole blocks: nothing moves in the step"
         return
     yield (
-        f"{section['blocks_kept']:,} blocks kept, {section['blocks_cut']:,} cut; busiest rank {section['balance']:.2f} x the "
-        f"mean (one block alone is {section['largest_block']:.2f}); {gb(section['bytes_moved'])} moved in the world, {gb(section['bytes_moved_worst_rank'])} by the busiest rank"
+        f"{section['blocks_kept']:,} blocks kept, {section['blocks_cut']:,} cut; busiest rank {section['balance']:.2f} "
+        f"x the mean (one block alone is {section['largest_block']:.2f})"
     )
+    most = gb(section["bytes_moved_worst_rank"])
+    yield f"{gb(section['bytes_moved'])} moved in the world, {most} sent by the busiest rank"
     rows = [
         (
             way["way"],
@@ -125,7 +128,8 @@ def _optimizer(section: Mapping[str, Any]) -> Iterable[Any]:
 
 def _pipeline(section: Sequence[Mapping[str, Any]]) -> Iterable[Any]:
     rows = [
-        (row["name"], row["stages"], row["micro_batches"], f"{row['bubble']:.1%}", f"{row['kept']:g}") for row in section
+        (row["name"], row["stages"], row["micro_batches"], f"{row['bubble']:.1%}", f"{row['kept']:g}")
+        for row in section
     ]
     yield _table(("schedule", "stages", "micro-batches", "bubble", "activations kept"), rows)
 

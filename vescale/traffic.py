@@ -21,14 +21,14 @@ class Line(NamedTuple):
     Args:
         what: What it is for.
         collective: Its name.
-        count: In a step.
+        calls: In a step.
         nbytes: Of all of them, as ``vescale.live.Collective`` counts.
         seconds: Of all of them, one after another.
     """
 
     what: str
     collective: str
-    count: int
+    calls: int
     nbytes: int
     seconds: float
 

@@ -69,7 +69,12 @@ def test_a_profile_has_every_field_and_a_source_beside_each_value(name: str) -> 
 
 
 def test_peaks_are_those_that_utilisation_is_measured_against() -> None:
-    devices = {"a100": "NVIDIA A100-SXM4-80GB", "h100": "NVIDIA H100 80GB HBM3", "h200": "NVIDIA H200", "b200": "NVIDIA B200"}
+    devices = {
+        "a100": "NVIDIA A100-SXM4-80GB",
+        "h100": "NVIDIA H100 80GB HBM3",
+        "h200": "NVIDIA H200",
+        "b200": "NVIDIA B200",
+    }
     assert {*devices, "ethernet"} == {*NAMES}
     for name, device in devices.items():
         assert _machine(name).flops == peak_flops(device)

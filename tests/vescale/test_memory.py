@@ -74,9 +74,7 @@ def _moments(trainer: Trainer, ranks: int, **options: Any) -> dict[str, memory.M
     )
     rank, blueprint = options.pop("rank", 0), Blueprint(trainer, ranks)
     state = sum(state_by_kind(blueprint.runs(rank)).values())
-    found = memory.moments(
-        blueprint, activations, dtypes, state=state, buckets=blueprint.buckets(rank), **options
-    )
+    found = memory.moments(blueprint, activations, dtypes, state=state, buckets=blueprint.buckets(rank), **options)
     return {moment.name: moment for moment in found}
 
 
@@ -95,9 +93,7 @@ def test_the_moments_that_are_drawn() -> None:
 
 
 def test_a_later_micro_batch_finds_gradients() -> None:
-    first, later = (
-        _moments(_trainer("recipe=llama_debug_adamw"), 2, batch=1, micro_batches=count) for count in (1, 2)
-    )
+    first, later = (_moments(_trainer("recipe=llama_debug_adamw"), 2, batch=1, micro_batches=count) for count in (1, 2))
     name = "backward of model.layers.4"
     assert later[name].parts["gradients"] == later[name].parts["parameters"] > first[name].parts["gradients"] == 0
 

@@ -70,7 +70,7 @@ def test_seventy_billion_parameters_on_64_cards() -> None:
     known = _figures("recipe=llama70b_muon", "world_size=64", "device_memory=80GB")
     assert known["model"]["parameters"] == 70_553_706_496
     assert known["model"]["flops_per_token"] == pytest.approx(481.4e9, rel=1e-3)
-    # 1129 / 295 / 156 / 17.6 GB of Adam's states (arXiv 1910.02054); of this run's, Muon keeps one moment instead of two.
+    # 1129 / 295 / 156 / 17.6 GB of Adam's states (arXiv 1910.02054); Muon keeps one moment instead of two.
     books = [stage["textbook_states"] / 1e9 for stage in known["memory"]["stages"].values()]
     assert books == pytest.approx([1128.9, 295.4, 156.5, 17.6], abs=0.1)
     states = known["memory"]["most"]
@@ -113,7 +113,10 @@ def test_more_ranks_than_sequences_is_an_assumption_that_is_listed() -> None:
         (["world_size=0"], "world_size: expected null or a number > 0, got 0"),
         (["world_size=8", "parallelism.dp_shard=3"], "parallelism.dp_shard=3 does not divide 8 ranks"),
         (["world_size=3"], "trainer.global_batch=8 does not divide over 3 ranks"),
-        (["machine=h1000"], "unknown machine 'h1000': choose from a100, b200, ethernet, h100, h200 -- did you mean h100?"),
+        (
+            ["machine=h1000"],
+            "unknown machine 'h1000': choose from a100, b200, ethernet, h100, h200 -- did you mean h100?",
+        ),
         (["machine.bandwidth=1"], "unknown key 'machine.bandwidth': choose from .*bandwidth_inside"),
         (["machine.devices=0"], "machine: devices: expected a number > 0, got 0"),
         (["device_memory=80XB"], "device_memory: expected a size such as 80GB or 80GiB, got '80XB'"),
