@@ -8,6 +8,7 @@ from typing import NamedTuple
 HSDP_RANKS = 512  # a ring's latency grows with its ranks; groups of this size and smaller are left alone
 RING_LATENCY = 0.1  # share of a gather's time that is latency, above which smaller groups are worth their memory
 PIPELINE_LAYERS = 60  # fewer layers leave a stage too few to hide its bubble
+STAGES = (0, 1, 2, 3)  # of ZeRO, that this release runs
 NOT_YET = "this release cannot do it yet"
 
 
@@ -60,7 +61,7 @@ class Facts(NamedTuple):
     latency: float
     replicated_state: int
     bubble: tuple[float, float]
-    stages_available: Sequence[int] = (3,)
+    stages_available: Sequence[int] = STAGES
 
     def fits(self, nbytes: float) -> bool:
         """Whether a device has that much."""

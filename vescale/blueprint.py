@@ -17,11 +17,12 @@ import torch
 from torch import nn
 
 from vescale.block import Lattice
+from vescale.bucket import Bucket, pack
 from vescale.exchange import Crossing
-from vescale.optimizer import Bucket, _buckets, _cost, _owners
-from vescale.planner import ALIGN, SegmentPlan, TensorSpec, plan_segment
+from vescale.owners import Key, Load, assign, granule_costs, owned_blocks
+from vescale.planner import ALIGN, SegmentPlan, plan_segment
 from vescale.rule import Routing
-from vescale.run import Run, runs_of
+from vescale.run import Run, chunk_state, runs_of
 from vescale.trainer import Trainer
 from vescale.unit import HOME, Home, Segment
 
@@ -106,10 +107,13 @@ class Blueprint:
     def runs(self, rank: int) -> list[Run]:
         """Returns the runs of the Optimizer on ``rank``; their tensors are on the meta device."""
         if rank not in self._runs:
-            self._runs[rank] = self._make_runs(rank)
+            self._runs[rank] = self._laid_out(rank)
+            for run in self._runs[rank]:
+                if hasattr(run.rule, "block_state"):
+                    run.create_blocks(owned_blocks(run, self._dealt[0]))
         return self._runs[rank]
 
-    def _make_runs(self, rank: int) -> list[Run]:
+    def _laid_out(self, rank: int) -> list[Run]:
         group = SimpleNamespace() if self.num_ranks > 1 else None
         for unit in self.units:
             for plan, trains in zip(unit.plans, unit.trainable, strict=True):
@@ -126,13 +130,13 @@ class Blueprint:
         return runs
 
     @cached_property
-    def owners(self) -> dict[tuple[str, int], int]:
-        """The owner of each cut granule."""
-        return _owners(self.runs(0))
+    def _dealt(self) -> tuple[dict[Key, int], list[Load]]:
+        """The owner of each cut granule, and the work of every rank."""
+        return assign(self._laid_out(0))
 
     def buckets(self, rank: int) -> list[Bucket]:
         """Returns what travels together in the step of ``rank``, in order."""
-        return _buckets(self.runs(rank), self.owners)
+        return pack(self.runs(rank), self._dealt[0])
 
     @cached_property
     def lattices(self) -> list[tuple[Run, int, Lattice]]:
@@ -141,20 +145,9 @@ class Blueprint:
         return [(run, index, run.lattice(index)) for run in runs for index in range(len(run.names))]
 
     @cached_property
-    def work(self) -> np.ndarray:
-        """(num_ranks,) float64: what each rank computes on whole blocks in a step, in FLOPs where the rule says so."""
-        load = np.zeros(self.num_ranks)
-        for run, index, lattice in self.lattices:
-            cost = _cost(run.rule, lattice.block) * lattice.blocks_per_granule
-            for granule in range(lattice.num_granules):
-                home = (run.offsets[index] + lattice.granule(granule)[0]) // run.shard_size
-                load[self.owners.get((run.names[index], granule), home)] += cost
-        return load
-
-    @property
-    def largest_work(self) -> float:
-        """Work of the costliest granule, which one rank has to do."""
-        return max((_cost(run.rule, b.block) * b.blocks_per_granule for run, _, b in self.lattices), default=0.0)
+    def load(self) -> Load | None:
+        """What each rank computes on whole blocks in a step; None without a rule over blocks."""
+        return next(iter(self._dealt[1]), None)
 
     def without_cuts(self) -> tuple[int, np.ndarray]:
         """Returns what it would take to cut no block at all, at any price in padding.
@@ -163,18 +156,15 @@ class Blueprint:
             Elements of one rank's shards, and (num_ranks,) float64, the work of each rank.
         """
         load, shard = np.zeros(self.num_ranks), 0
-        blocks = {run.names[index]: (run, lattice) for run, index, lattice in self.lattices}
+        blocks = {run.names[index]: (run, index, lattice) for run, index, lattice in self.lattices}
         for unit in self.units:
             for plan in unit.plans:
-                wants = zip(plan.tensors, plan.wanted, strict=True)
-                specs = [TensorSpec(t.name, t.numel, granularity=want, finest=t.finest) for t, want in wants]
-                whole = plan_segment(specs, num_ranks=self.num_ranks)
+                whole = plan_segment(plan.tensors, num_ranks=self.num_ranks)
                 shard += whole.shard_size
                 for tensor, offset in zip(whole.tensors, whole.offsets, strict=True):
                     if tensor.name in blocks:
-                        run, lattice = blocks[tensor.name]
-                        cost = _cost(run.rule, lattice.block) * lattice.blocks_per_granule
-                        for granule in range(lattice.num_granules):
+                        run, index, lattice = blocks[tensor.name]
+                        for granule, cost in enumerate(granule_costs(run, index)):
                             load[(offset + lattice.granule(granule)[0]) // whole.shard_size] += cost
         return shard, load
 
@@ -224,13 +214,19 @@ class Blueprint:
 
     @cached_property
     def state(self) -> np.ndarray:
-        """(num_ranks,) int64: bytes of element state on each rank."""
+        """(num_ranks,) int64: bytes of optimizer state on each rank, but for what is one number of a parameter."""
         held = np.zeros(self.num_ranks, dtype=np.int64)
         for run in self.runs(0):
-            itemsize = sum(dtype.itemsize for dtype in run.rule.element_state().values())
             end = -(-(run.offsets[-1] + run.params[-1].numel()) // ALIGN) * ALIGN
             edges = np.clip(np.arange(self.num_ranks + 1) * run.shard_size, run.offsets[0], end)
-            held += itemsize * np.diff(edges)
+            lengths, chunks = np.diff(edges), chunk_state(run.rule)
+            for name, dtype in (run.rule.element_state() | chunks).items():
+                held += dtype.itemsize * (-(-lengths // run.rule.finest) if name in chunks else lengths)
+            for of in run.blocks:
+                row = sum(
+                    row[:1].nbytes if len(row) else row.new_empty(row.shape[1:]).nbytes for row in of.rows.values()
+                )
+                held += row * np.array(of.units)
         return held
 
     @property
@@ -260,7 +256,11 @@ def state_by_kind(runs: Sequence[Run]) -> dict[str, int]:
     kinds: dict[str, int] = {}
     for run in runs:
         rule = type(run.rule).__name__
-        for name, flat in run.state.items():
-            kinds[f"{rule}.{name}"] = kinds.get(f"{rule}.{name}", 0) + flat.nbytes
-        kinds["steps"] = kinds.get("steps", 0) + run.steps.nbytes
+        counted = {"steps": run.steps, "steps begun": run.begun}
+        counted |= {f"{rule}.{name}": value for name, value in (run.state | run.numbers).items()}
+        for name, value in counted.items():
+            kinds[name] = kinds.get(name, 0) + value.nbytes
+        for of in run.blocks:
+            for name, rows in of.rows.items():
+                kinds[f"{rule}.{name}"] = kinds.get(f"{rule}.{name}", 0) + rows.nbytes
     return kinds

@@ -12,10 +12,11 @@ from typing import Any
 from vescale import memory, traffic
 from vescale.advice import HSDP_RANKS, Facts, advise
 from vescale.blueprint import Blueprint, state_by_kind
+from vescale.bucket import Bucket
 from vescale.live import Collective
 from vescale.machine import Machine, exposed
 from vescale.memory import STAGES, Activations, Dtypes, Moment
-from vescale.optimizer import Bucket
+from vescale.owners import Load
 from vescale.pipeline import schedules
 from vescale.simulate import TOLERANCE, simulate
 from vescale.trainer import Trainer
@@ -48,6 +49,8 @@ class Forecast:
             trainer.parallelism,
         )
         self.assumptions: list[str] = []
+        if self.parallelism.ep > 1:
+            raise NotImplementedError(f"parallelism.ep={self.parallelism.ep}: a plan deals no experts yet; use ep=1")
         if not hasattr(self.model, "activations"):
             raise NotImplementedError(f"{type(self.model).__name__} does not say what its activations hold")
         self.global_batch, self.micro_batches, self.micro_batch = self._batch()
@@ -233,7 +236,11 @@ class Forecast:
             buckets: Of the rank that is looked at.
         """
         return traffic.model_collectives(
-            self.blueprint, self.dtypes, micro_batches=micro_batches, regathers=self.parallelism.reshard_after_forward
+            self.blueprint,
+            self.dtypes,
+            micro_batches=micro_batches,
+            regathers=self.parallelism.reshard_after_forward,
+            stage=self.parallelism.zero,
         ) | traffic.step_collectives(buckets)
 
     def _communication(self) -> dict[str, Any]:
@@ -281,22 +288,21 @@ class Forecast:
 
     def _optimizer(self) -> dict[str, Any]:
         kept, cut = self.blueprint.blocks
-        work, sent = self.blueprint.work, self.blueprint.exchanged
-        mean = float(work.mean())
+        load, sent = self.blueprint.load, self.blueprint.exchanged
         found: dict[str, Any] = {
             "blocks_kept": kept,
             "blocks_cut": cut,
             "elementwise_seconds": self._elementwise(),
         }
-        if not kept + cut:
+        if load is None or not load.mean:
             return found
         return found | {
-            "work": float(work.sum()),
-            "balance": float(work.max()) / mean if mean else 1.0,
-            "largest_block": self.blueprint.largest_work / mean if mean else 1.0,
+            "work": sum(load.flops),
+            "balance": max(load.flops) / load.mean,
+            "largest_block": load.largest / load.mean,
             "bytes_moved": int(sent.sum()),
             "bytes_moved_worst_rank": int(sent.sum(axis=1).max()),
-            "ways": [self._owner(), self._kept(), self._gathered()],
+            "ways": [self._owner(load), self._kept(), self._gathered(load)],
         }
 
     def _elementwise(self) -> float:
@@ -317,14 +323,14 @@ class Forecast:
             "note": note,
         }
 
-    def _owner(self) -> dict[str, Any]:
+    def _owner(self, load: Load) -> dict[str, Any]:
         sent = self.blueprint.exchanged
         network = sum(self.machine.seconds("all_to_all", int(way.max()), self.num_ranks) for way in sent.T)
         return self._way(
             "owner",
             sent=int(sent.sum(axis=1).max()),
             network=network,
-            work=float(self.blueprint.work.max()),
+            work=max(load.flops),
             memory_bytes=memory.step_bytes(self.buckets),
             note="this release: cut blocks travel to one owner and back",
         )
@@ -343,14 +349,14 @@ class Forecast:
             note=f"padding {shard * self.num_ranks / self.blueprint.numel - 1:.1%}, in every collective too",
         )
 
-    def _gathered(self) -> dict[str, Any]:
+    def _gathered(self, load: Load) -> dict[str, Any]:
         """Everybody gathers every matrix and computes all of them."""
         nbytes = self.blueprint.block_bytes
         return self._way(
             "gather everything",
             sent=nbytes * (1 - 1 / self.num_ranks),
             network=self.machine.seconds("all_gather", nbytes, self.num_ranks),
-            work=float(self.blueprint.work.sum()),
+            work=sum(load.flops),
             memory_bytes=self.blueprint.largest_numel * memory.WORKSPACE,
             note="full_tensor() in the step",
         )
@@ -400,8 +406,8 @@ class Forecast:
         return [
             *self.assumptions,
             f"one rank a device, {machine.devices} devices a node, ranks of a group are neighbours",
-            f"collectives are rings at the bandwidth and latency of recipes/machine/{machine.name}.yaml and of the keys "
-            "that changed it; no congestion, no other traffic",
+            f"collectives are rings at the bandwidth and latency of recipes/machine/{machine.name}.yaml and keys that "
+            "changed it; no congestion, no other traffic",
             f"matrix products reach {machine.utilisation:.0%} of {machine.flops / 1e12:,.0f} TFLOP/s, in forward, "
             "backward, recomputation and the optimizer alike; everything else takes no time",
             "a gather runs behind the unit before it and a reduction behind the unit after it; the root's, the "
@@ -411,7 +417,6 @@ class Forecast:
             "activations as models/activations.py counts them: flash attention, norms in one kernel",
             f"masters and gradients in float32; compute in {8 * self.dtypes.param} bits, reduction in "
             f"{8 * self.dtypes.reduce} bits; textbook figures are Adam's with bf16 gradients",
-            "ZeRO 0 to 2 are what such a run would hold; this release runs stage 3",
             "evaluation, checkpoints and the two sums of a scalar that the trainer makes in a step are left out",
         ]
 
@@ -438,6 +443,7 @@ class Forecast:
                 self.dtypes,
                 state=state,
                 buckets=buckets,
+                stage=self.parallelism.zero,
                 micro_batches=micro_batches,
                 regathers=self.parallelism.reshard_after_forward is not False,
             )

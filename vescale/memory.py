@@ -15,11 +15,12 @@ With recomputation "saved" is the stream into each layer, and all of the one lay
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from vescale.blueprint import Blueprint, PlannedUnit
-from vescale.optimizer import Bucket
+from vescale.bucket import Bucket
 
 MASTER = 4  # bytes of an element of masters and gradients: float32
 STAGES = (0, 1, 2, 3)
@@ -259,10 +260,10 @@ def step_bytes(buckets: Sequence[Bucket]) -> int:
     sizes = [_bucket_bytes(bucket) for bucket in buckets]
     for i, now in enumerate(sizes):
         before, after = (sizes[i - 1] if i else _NOTHING), (sizes[i + 1] if i + 1 < len(sizes) else _NOTHING)
-        waiting = before.payload + before.outgoing + before.owned
-        preparing = now.payload + now.outgoing + now.incoming + after.payload + after.prepared
-        travelling = after.payload + after.outgoing + after.incoming
-        computing = 2 * now.payload + now.incoming + 2 * now.owned + now.workspace
+        waiting = before.payload + before.outgoing + before.owned + before.kept
+        preparing = now.payload + now.outgoing + now.incoming + now.kept + after.payload + after.prepared + after.kept
+        travelling = after.payload + after.outgoing + after.incoming + after.kept
+        computing = 2 * now.payload + now.incoming + 2 * now.owned + now.kept + now.workspace
         most = max(most, waiting + preparing, waiting + travelling + computing)
     return most
 
@@ -275,10 +276,11 @@ class _BucketBytes(NamedTuple):
     outgoing: int  # parts sent to owners
     incoming: int  # parts received as an owner
     owned: int  # cut granules assembled here
+    kept: int  # state as it was, and block state as it will be, until the bucket is applied
     workspace: int  # of the rule while it computes its largest block here
 
 
-_NOTHING = _BucketBytes(0, 0, 0, 0, 0, 0)
+_NOTHING = _BucketBytes(0, 0, 0, 0, 0, 0, 0)
 
 
 def _bucket_bytes(bucket: Bucket) -> _BucketBytes:
@@ -286,14 +288,16 @@ def _bucket_bytes(bucket: Bucket) -> _BucketBytes:
         return _NOTHING
     wire, exchange = bucket.rule.wire_dtype.itemsize, bucket.exchange
     lengths = [run.stop - run.start for run in bucket.runs]
-    blocks = [(piece.stop - piece.start) // piece.blocks for pieces in bucket.kept for piece in pieces]
+    jobs = [*bucket.kept, *(job for arrived in bucket.arriving.values() for job in arrived)]
     owned = [exchange.crossings[i] for i in exchange.mine] if exchange else []
-    largest = max([*blocks, *(c.stop - c.start for c in owned)], default=0)
+    before = sum(value.nbytes for run in bucket.runs for value in run.state.values())
+    after = sum(rows.nbytes for run in bucket.runs for of in run.blocks for rows in of.rows.values())
     return _BucketBytes(
         payload=wire * sum(lengths),
         prepared=4 * max(lengths, default=0),
         outgoing=wire * sum(move.stop - move.start for move in exchange.outgoing) if exchange else 0,
         incoming=wire * sum(move.stop - move.start for move in exchange.incoming) if exchange else 0,
         owned=wire * sum(c.stop - c.start for c in owned),
-        workspace=WORKSPACE * largest,
+        kept=before + after,
+        workspace=WORKSPACE * max((math.prod(job.shape) for job in jobs), default=0),
     )

@@ -7,6 +7,7 @@ plan says: collectives and state to the byte, the peak of live tensors within ``
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -18,7 +19,6 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from vescale.grad_norm import clip_grad_norm_
 from vescale.live import Collective, LiveBytes
 from vescale.mesh import make_mesh
 from vescale.optimizer import Optimizer
@@ -89,7 +89,7 @@ def observe(trainer: Trainer, live: LiveBytes, *, micro_batch: int, micro_batche
     live.restart()
     for _ in range(micro_batches):
         model(tokens, tokens).backward()
-    clip_grad_norm_(model.parameters(), trainer.config.max_grad_norm or float("inf"))
+    optimizer.clip_grad_norm_(trainer.config.max_grad_norm or math.inf, policy=trainer.config.clip_policy)
     optimizer.step()
     optimizer.zero_grad()
     return Observed(parameters, state, live.peak, live.allocations, live.collectives)

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from vescale.blueprint import Blueprint
+from vescale.bucket import Bucket
 from vescale.live import Collective
 from vescale.machine import Machine
 from vescale.memory import Dtypes
-from vescale.optimizer import Bucket
 
 NORM = 4  # bytes of the gradient norm's square, summed over the ranks by clip_grad_norm_
 
@@ -34,16 +34,24 @@ class Line(NamedTuple):
 
 
 def model_collectives(
-    blueprint: Blueprint, dtypes: Dtypes, *, micro_batches: int, regathers: bool | None
+    blueprint: Blueprint, dtypes: Dtypes, *, micro_batches: int, regathers: bool | None, stage: int = 3
 ) -> dict[str, Counter[Collective]]:
-    """Returns the collectives of forward and backward, as ``fully_shard`` calls them in a step at ZeRO 3.
+    """Returns the collectives of forward and backward, as ``fully_shard`` calls them in a step.
+
+    Stages 1 and 2 gather once after the step, stage 1 reduces after the last micro-batch alone.
 
     Args:
         blueprint: Of the run.
         dtypes: Of gathered parameters and of reduced gradients.
         micro_batches: Of a step.
         regathers: ``reshard_after_forward``: gather again for backward; None does, except the root.
+        stage: ZeRO stage.
+
+    Raises:
+        NotImplementedError: At stage 0, whose replicas are not planned.
     """
+    if stage == 0:
+        raise NotImplementedError("the communication of ZeRO 0 is not planned; use parallelism.zero=1, 2 or 3")
     lines: dict[str, Counter[Collective]] = {
         "parameters, forward": Counter(),
         "parameters, backward": Counter(),
@@ -53,10 +61,11 @@ def model_collectives(
         again = (unit is not blueprint.root) if regathers is None else regathers
         for plan, trains in zip(unit.plans, unit.trainable, strict=True):
             gathered = Collective("all_gather", plan.numel * dtypes.param)
-            lines["parameters, forward"][gathered] += micro_batches
-            lines["parameters, backward"][gathered] += micro_batches * again
+            lines["parameters, forward"][gathered] += micro_batches if stage == 3 else 1
+            lines["parameters, backward"][gathered] += micro_batches * again if stage == 3 else 0
             if trains:
-                lines["gradients"][Collective("reduce_scatter", plan.numel * dtypes.reduce)] += micro_batches
+                reduced = Collective("reduce_scatter", plan.numel * dtypes.reduce)
+                lines["gradients"][reduced] += micro_batches if stage > 1 else 1
     return {what: +calls for what, calls in lines.items() if +calls}
 
 
