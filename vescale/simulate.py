@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from vescale.live import Collective, LiveBytes
@@ -57,6 +57,7 @@ def simulate(trainer: Trainer, *, rank: int, num_ranks: int, micro_batch: int, m
 
     Raises:
         ValueError: If there is a process group already, or no such rank.
+        NotImplementedError: For a rule whose step depends on values, as Shampoo's roots do.
     """
     if dist.is_initialized():
         raise ValueError("simulate: this process has a process group; simulate in a process of its own")
@@ -66,7 +67,14 @@ def simulate(trainer: Trainer, *, rank: int, num_ranks: int, micro_batch: int, m
         trainer.shard(mesh=make_mesh(torch.device("cpu")))
         list(trainer.model.named_parameters())  # plans, and compares the plans with the other ranks, who agree
         with FakeTensorMode(allow_non_fake_inputs=True), LiveBytes() as live:
-            return observe(trainer, live, micro_batch=micro_batch, micro_batches=micro_batches)
+            try:
+                return observe(trainer, live, micro_batch=micro_batch, micro_batches=micro_batches)
+            except RuntimeError as problem:
+                if isinstance(problem.__cause__, DataDependentOutputException):
+                    raise NotImplementedError(
+                        f"simulate: made-up tensors have no values to branch on: {problem}"
+                    ) from None
+                raise
 
 
 def observe(trainer: Trainer, live: LiveBytes, *, micro_batch: int, micro_batches: int) -> Observed:
