@@ -14,9 +14,10 @@ several units share goes to their lowest common unit.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
@@ -192,10 +193,22 @@ def _install(module: nn.Module, state: ShardState) -> None:
             below.parent = state
 
 
+def _untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Keeps ``module.compile()`` out of a hook, and ``torch._dynamo``, which takes seconds to import, out of eager."""
+
+    @functools.wraps(hook)
+    def call(*args: Any) -> Any:
+        return torch.compiler.disable(hook)(*args) if torch.compiler.is_compiling() else hook(*args)
+
+    return call
+
+
+@_untraced
 def _pre_forward(state: ShardState, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
     commit(state)
     return state.pre_forward(module, args, kwargs)
 
 
+@_untraced
 def _post_forward(state: ShardState, module: nn.Module, args: Any, output: Any) -> Any:
     return state.post_forward(module, args, output)
