@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from vescale import collectives
 from vescale.anatomy import Anatomy
-from vescale.block import Block
+from vescale.block import Block, Lattice
 from vescale.planner import SegmentPlan
-from vescale.segments import plan_model
+from vescale.segments import Capacity, plan_model
 from vescale.shard_state import ShardState, Tree, state_of
 from vescale.unit import Member, Unit, member_specs
 
@@ -67,8 +67,10 @@ def _commit(root: ShardState) -> None:
     tree = Tree(states, survey(root))
     for state in states:
         state.tree = tree
-    digests = "".join(segment.plan.digest() for state in fresh for segment in state.unit.segments)
     for used in {id(state.unit.mesh): state.unit.mesh for state in fresh}.values():
+        # Only of the units on this mesh: ranks with other experts have other plans for them.
+        units = [state.unit for state in fresh if state.unit.mesh is used]
+        digests = "".join(segment.plan.digest() for unit in units for segment in unit.segments)
         for group in used.get_all_groups():
             collectives.same_on_every_rank(digests, what="the plan of fully_shard", group=group)
 
@@ -116,12 +118,15 @@ def survey(root: ShardState) -> Anatomy:
     return Anatomy(root.modules, homes)
 
 
-def preview(module: nn.Module, num_ranks: int) -> list[tuple[str, tuple[SegmentPlan, ...]]]:
+def preview(
+    module: nn.Module, num_ranks: int, *, capacity: Capacity = None
+) -> list[tuple[str, tuple[SegmentPlan, ...]]]:
     """Returns the name and the plans of every unit as ``num_ranks`` ranks would have them, and changes nothing.
 
     Args:
         module: The outermost module that ``fully_shard`` was called on; its parameters may be on the meta device.
         num_ranks: Ranks to plan for; no process group is needed.
+        capacity: What each rank can hold, in any unit; None: all the same.
 
     Raises:
         ValueError: If the module is not sharded, or planned already.
@@ -134,19 +139,22 @@ def preview(module: nn.Module, num_ranks: int) -> list[tuple[str, tuple[SegmentP
     for name, inner in module.named_modules():
         if (state := state_of(inner)) is not None:
             names.setdefault(state, _plain(name))
-    plans = _plan([(state, members[id(state)], num_ranks if state.zero else 1) for state in names])
-    return list(zip(names.values(), plans, strict=True))
+    units = [(state, members[id(state)], num_ranks if state.zero else 1) for state in names]
+    return list(zip(names.values(), _plan(units, capacity), strict=True))
 
 
-def _plan(units: Sequence[tuple[ShardState, Sequence[Member], int]]) -> list[tuple[SegmentPlan, ...]]:
+def _plan(
+    units: Sequence[tuple[ShardState, Sequence[Member], int]], capacity: Capacity = None
+) -> list[tuple[SegmentPlan, ...]]:
     """Plans units, each on its number of ranks; those of one number and one ``max_padding`` share their budget."""
     budgets: dict[tuple[int, float], list[int]] = defaultdict(list)
     for i, (state, _, num_ranks) in enumerate(units):
         budgets[num_ranks, state.max_padding].append(i)
     found: dict[int, tuple[SegmentPlan, ...]] = {}
     for (num_ranks, max_padding), some in budgets.items():
-        specs = [member_specs(units[i][1]) for i in some]
-        found.update(zip(some, plan_model(specs, num_ranks=num_ranks, max_padding=max_padding), strict=True))
+        specs, shares = [member_specs(units[i][1]) for i in some], capacity if num_ranks > 1 else None
+        plans = plan_model(specs, num_ranks=num_ranks, max_padding=max_padding, capacity=shares)
+        found.update(zip(some, plans, strict=True))
     return [found[i] for i in range(len(units))]
 
 
@@ -204,8 +212,15 @@ def _plain(name: str) -> str:
 def _block(state: ShardState, member: Member) -> Block:
     if state.block_of is None:
         return Block(())
-    block = state.block_of(member.name, member.param)
-    return block if isinstance(block, Block) else Block(tuple(block))
+    said = state.block_of(member.name, member.param)
+    try:
+        block = said if isinstance(said, Block) else Block(tuple(said))
+        Lattice(tuple(member.param.shape), block.shape)  # refuses what does not fit
+        if block.finest < 1:
+            raise ValueError(f"finest must be >= 1, got {block.finest}")
+    except (TypeError, ValueError) as problem:
+        raise ValueError(f"{member.name}: block_of returned {said!r}: {problem}") from None
+    return block
 
 
 def _default_mesh() -> DeviceMesh:

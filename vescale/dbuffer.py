@@ -42,6 +42,8 @@ class Layout:
     replicas: dist.ProcessGroup | None  # ranks that hold the same shard; None when there is one copy
 
     def __init__(self, plan: SegmentPlan, shapes: Sequence[Sequence[int]], mesh: DeviceMesh) -> None:
+        if plan.capacity:
+            raise NotImplementedError("a DBuffer has equal shards; a plan of unequal capacity is for looking at")
         self.plan, self.shapes, self.mesh = plan, tuple(tuple(shape) for shape in shapes), mesh
         self.rank, self.group = mesh.get_local_rank(mesh.ndim - 1), mesh.get_group(mesh.ndim - 1)
         self.replicas = mesh.get_group(0) if mesh.ndim == 2 else None

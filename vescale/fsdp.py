@@ -24,7 +24,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from vescale.commit import commit
 from vescale.fsdp_module import FSDPModule
+from vescale.segments import Capacity
 from vescale.shard_state import BlockOf, ShardState, state_of
+from vescale.shards import Ranks
 from vescale.unit import PENDING, home_of
 
 Modules = TypeVar("Modules", bound="nn.Module | Sequence[nn.Module]")
@@ -43,6 +45,7 @@ def fully_shard(
     block_of: BlockOf | None = None,
     max_padding: float = 0.01,
     zero: int = 3,
+    capacity: Capacity = None,
 ) -> Modules:
     """Makes the parameters of ``module`` that no inner call has taken one unit: gathered, reduced and freed together.
 
@@ -70,6 +73,7 @@ def fully_shard(
         zero: ZeRO stage (arXiv 1910.02054): 0 cuts nothing and all-reduces gradients; 1 cuts masters and optimizer
             state, and keeps the gathered parameters until the optimizer has stepped; 2 also reduces gradients into
             shards at every micro-batch, whatever ``set_requires_gradient_sync`` says; 3 frees the gathered parameters.
+        capacity: What each rank can hold, in any unit. Unequal shards are planned (``preview``), but not built yet.
 
     Returns:
         The module itself.
@@ -81,6 +85,10 @@ def fully_shard(
     modules: list[Any] = list(module) if isinstance(module, list | tuple) else [module]
     _check(modules, ignored_params)
     _check_options(mesh, reshard_after_forward, shard_placement_fn, offload_policy, dp_mesh_dims, max_padding, zero)
+    if capacity is not None and Ranks.of(len(capacity), capacity).capacity:
+        raise NotImplementedError(
+            "fully_shard cannot yet do capacity: shards of unequal size; see vescale.commit.preview"
+        )
     state = ShardState(
         modules,
         mesh=mesh,

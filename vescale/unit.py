@@ -584,6 +584,8 @@ def member_specs(members: Sequence[Member]) -> list[TensorSpec]:
             finest=member.block.finest,
             kind=(str(member.param.dtype), member.param.requires_grad),
             itemsize=member.param.element_size(),
+            shape=tuple(member.param.shape),
+            block=tuple(member.block.shape),
         )
         for member in ordered
     ]
