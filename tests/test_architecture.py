@@ -18,6 +18,7 @@ LEVELS = (
     {"partitions"},
     {"segments"},
     {"collectives", "placement", "checksum"},
+    {"reductions"},
     {"ragged_tensor"},
     {"dbuffer"},
     {"anatomy"},
@@ -51,10 +52,12 @@ PRIVATE = {
     "torch._foreach_mul_": "clip_grad_norm_: one launch for all gradients",
     "torch.Tensor._dtensor__new__": "the only way to make a DTensor subclass",
     "torch.autograd.Variable._execution_engine": "queue_callback at the end of backward, as FSDP2",
+    "torch.distributed.tensor._utils": "compute_local_shape_and_global_offset: what Shard leaves to a rank",
     "torch.distributed.tensor._dtensor_spec": "DTensorSpec and TensorMeta, which a DTensor is made of",
     "torch.cuda.memory._dump_snapshot": "who holds the device's memory; torch documents it by this name",
     "torch.cuda.memory._record_memory_history": "the same",
     "torch.nn.Parameter._post_accumulate_grad_hooks": "users' hooks fire on the sharded parameter",
+    "torch.utils._python_dispatch": "is_traceable_wrapper_subclass: parameters that are no plain tensors, as FSDP2",
     "torch.utils._pytree": "inputs and outputs of modules, arguments of operators",
 }
 
