@@ -24,13 +24,22 @@ def rows_of(tensor: torch.Tensor, part: Any) -> torch.Tensor:
     """Returns what a checkpoint saves and loads in place of ``tensor``: itself, or ``Rows`` of it.
 
     Args:
-        tensor: A parameter, or state of one: of its shape, or a scalar.
+        tensor: A parameter, or state of one: of its shape, a scalar, or with several rows for each of its rows.
         part: ``part_of`` of the parameter, or None.
+
+    Raises:
+        NotImplementedError: If the rows of state do not belong to one row of the parameter each.
     """
     if part is None or tensor.ndim == 0:
         return tensor
     assert isinstance(tensor, RaggedTensor)
-    return Rows.of(tensor, first=part.first, total=part.total)
+    each, rest = divmod(tensor.shape[0], part.stop - part.first) if part.stop > part.first else (1, 0)
+    if rest:
+        raise NotImplementedError(
+            f"checkpoint: state of {tensor.shape[0]} rows for {part.stop - part.first} experts on this rank, which do "
+            "not divide; deal no experts (ep=1), or take a rule whose blocks lie inside an expert"
+        )
+    return Rows.of(tensor, first=each * part.first, total=each * part.total)
 
 
 class Rows(torch.Tensor):
