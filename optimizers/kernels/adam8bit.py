@@ -249,6 +249,7 @@ def adam8bit_triton(
             float(eps),
             float(weight_decay),
             Q8=format == "q8",
+            ALIGN=math.gcd(16, *(edge for span in spans for edge in span)),
             ZERO=ZERO,
             TINY=TINY,
             ROWS=ROWS,
@@ -289,6 +290,7 @@ def _adam8bit(
     eps,
     weight_decay,
     Q8: tl.constexpr,
+    ALIGN: tl.constexpr,
     ZERO: tl.constexpr,
     TINY: tl.constexpr,
     ROWS: tl.constexpr,
@@ -296,8 +298,8 @@ def _adam8bit(
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     exists = row < blocks if skip is None else row < tl.where(tl.load(skip) > 0, 0, blocks)
-    start = tl.load(edges + row, exists, 0)
-    stop = tl.load(edges + (blocks + row), exists, 0)
+    start = tl.multiple_of(tl.load(edges + row, exists, 0), [ALIGN])
+    stop = tl.multiple_of(tl.load(edges + (blocks + row), exists, 0), [ALIGN])
     at = start[:, None] + tl.arange(0, BLOCK)[None, :]
     inside = at < stop[:, None]
     p, g = tl.load(param + at, inside, 0.0), tl.load(grad + at, inside, 0.0)

@@ -165,14 +165,19 @@ def symmetric_tile(x, i, j, rows, cols, stride, BLOCK: tl.constexpr, BLOCK_K: tl
 
 @jit
 def store_symmetric(x, out, total, i, j, rows, stride, linear, square, BLOCK: tl.constexpr):
-    """Stores ``square total + linear x`` at tile (i, j) of ``out`` and, transposed, at (j, i)."""
+    """Stores ``square total + linear x`` at tile (i, j) of ``out`` and, transposed, at (j, i).
+
+    ``x`` and ``out`` have ``stride`` >= ``rows`` elements from row to row, and columns as many.
+    """
     r = i.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     c = j.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = (r[:, None] < rows) & (c[None, :] < rows)
+    inside = (r[:, None] < rows) & (c[None, :] < stride)
     if linear != 0.0:
         total = square * total + linear * tl.load(x + r[:, None] * stride + c[None, :], inside, 0.0).to(tl.float32)
     total = total.to(out.dtype.element_ty)
-    # On the diagonal the upper half is stored and mirrored: the result is symmetric to the bit.
-    tl.store(out + r[:, None] * stride + c[None, :], total, inside & (r[:, None] <= c[None, :]))
-    mirror = (c[:, None] < rows) & (r[None, :] < rows) & (c[:, None] > r[None, :])
-    tl.store(out + c[:, None] * stride + r[None, :], tl.trans(total), mirror)
+    mirror = tl.trans(total)
+    if i == j:  # its lower half is the mirror of its upper one: the result is symmetric to the bit
+        total = tl.where(r[:, None] <= c[None, :], total, mirror)
+    tl.store(out + r[:, None] * stride + c[None, :], total, inside)
+    below = tl.where(i == j, 0, rows)
+    tl.store(out + c[:, None] * stride + r[None, :], mirror, (c[:, None] < below) & (r[None, :] < stride))

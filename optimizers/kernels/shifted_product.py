@@ -96,13 +96,16 @@ def _shifted_product(
 
 @jit
 def shifted_tile(p, x, i, j, rows, cols, stride_p, stride_x, shift, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Tile (i, j) of ``shift x + p x`` in float32; strides from row to row in elements, all sizes are int64."""
+    """Tile (i, j) of ``shift x + p x`` in float32; strides from row to row in elements, all sizes are int64.
+
+    Columns of ``p`` from ``rows`` to ``stride_p`` are zero.
+    """
     r = i.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     c = j.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
     for start in range(0, rows, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K).to(tl.int64)
-        left = tl.load(p + r[:, None] * stride_p + k[None, :], (r[:, None] < rows) & (k[None, :] < rows), 0.0)
+        left = tl.load(p + r[:, None] * stride_p + k[None, :], (r[:, None] < rows) & (k[None, :] < stride_p), 0.0)
         right = tl.load(x + k[:, None] * stride_x + c[None, :], (k[:, None] < rows) & (c[None, :] < cols), 0.0)
         total = tl.dot(left, right, total, input_precision="ieee")
     inside = (r[:, None] < rows) & (c[None, :] < cols)

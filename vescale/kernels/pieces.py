@@ -38,7 +38,7 @@ class Pieces:
     moves: tuple[Move, ...]  # without empty ones
     source_end: int  # elements that a source must have
     end: int  # elements that a destination must have
-    align: int  # of all offsets, in elements: how wide loads may be
+    align: int  # of all offsets and lengths, in elements: how wide loads may be
 
     def __init__(self, moves: Sequence[Move]) -> None:
         self.moves = tuple((source, to, size) for source, to, size in moves if size)
@@ -52,7 +52,7 @@ class Pieces:
             edge = to + size
         self.end = edge
         self.source_end = max((source + size for source, _, size in self.moves), default=0)
-        self.align = math.gcd(16, *(offset for move in self.moves for offset in move[:2]))
+        self.align = math.gcd(16, *(number for move in self.moves for number in move))
 
     @classmethod
     def within(cls, ranges: Sequence[tuple[int, int]]) -> Pieces:
@@ -187,7 +187,7 @@ def _copy(rows, source, to, scale, scale_at, ALIGN: tl.constexpr, CHUNK: tl.cons
     row = rows + tl.program_id(0).to(tl.int64) * 3
     first, at = tl.multiple_of(tl.load(row), ALIGN), tl.multiple_of(tl.load(row + 1), ALIGN)
     k = tl.arange(0, CHUNK).to(tl.int64)
-    inside = k < tl.load(row + 2)
+    inside = k < tl.multiple_of(tl.load(row + 2), ALIGN)
     x = tl.load(source + first + k, inside)
     if scale_at is not None:
         x = x.to(tl.float32) * tl.load(scale_at)
@@ -201,7 +201,7 @@ def _zero(rows, x, ALIGN: tl.constexpr, CHUNK: tl.constexpr):
     row = rows + tl.program_id(0).to(tl.int64) * 3
     at = tl.multiple_of(tl.load(row + 1), ALIGN)
     k = tl.arange(0, CHUNK).to(tl.int64)
-    tl.store(x + at + k, tl.zeros((CHUNK,), x.dtype.element_ty), k < tl.load(row + 2))
+    tl.store(x + at + k, tl.zeros((CHUNK,), x.dtype.element_ty), k < tl.multiple_of(tl.load(row + 2), ALIGN))
 
 
 @jit
@@ -209,7 +209,7 @@ def _square(rows, x, partial, ALIGN: tl.constexpr, CHUNK: tl.constexpr):
     number = tl.program_id(0).to(tl.int64)
     first = tl.multiple_of(tl.load(rows + number * 3), ALIGN)
     k = tl.arange(0, CHUNK).to(tl.int64)
-    values = tl.load(x + first + k, k < tl.load(rows + number * 3 + 2), 0.0).to(tl.float32)
+    values = tl.load(x + first + k, k < tl.multiple_of(tl.load(rows + number * 3 + 2), ALIGN), 0.0).to(tl.float32)
     tl.store(partial + number, tl.sum(values * values, axis=0))
 
 
