@@ -162,8 +162,16 @@ def _tables(matrices: tuple[Matrix, ...], block: int, device: torch.device) -> _
         return torch.tensor(numbers, dtype=torch.int64, device=device).view(-1, width)
 
     gains = torch.tensor([matrix.gain for matrix in ordered], dtype=torch.float32, device=device)
-    tiles = (tensor(rows, 3) for rows in (upper, whole, wide))
-    return _Tables(tensor(table, COLUMNS), gains, *tiles, tensor(firsts, 1).view(-1), elements, square_elements)
+    return _Tables(
+        tensor(table, COLUMNS),
+        gains,
+        tensor(upper, 3),
+        tensor(whole, 3),
+        tensor(wide, 3),
+        tensor(firsts, 1).view(-1),
+        elements,
+        square_elements,
+    )
 
 
 def _normalize(flat: Tensor, x: Tensor, tables: _Tables, eps: float) -> None:
