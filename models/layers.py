@@ -19,14 +19,15 @@ IGNORE = -100  # the label of a token that has no loss; torch.nn.functional.cros
 
 
 class Linear(nn.Linear):
-    """``nn.Linear`` without a bias, NaN until it is initialised."""
+    """``nn.Linear``, without a bias unless asked, NaN until it is initialised."""
 
-    def __init__(self, in_features: int, out_features: int) -> None:
-        super().__init__(in_features, out_features, bias=False)
+    def __init__(self, in_features: int, out_features: int, *, bias: bool = False) -> None:
+        super().__init__(in_features, out_features, bias=bias)
 
     def reset_parameters(self) -> None:
-        """Fills the weight with NaN; called by the constructor of ``nn.Linear``."""
-        nn.init.constant_(self.weight, math.nan)
+        """Fills the parameters with NaN; called by the constructor of ``nn.Linear``."""
+        for parameter in self.parameters():
+            nn.init.constant_(parameter, math.nan)
 
 
 class Embedding(nn.Embedding):

@@ -13,26 +13,47 @@ PACKAGES = ("vescale", "optimizers", "models", "recipes")
 
 # Inside vescale a module imports only from rows above its own, or from its own row without a cycle.
 LEVELS = (
-    {"block"},
+    {"block", "shards"},
     {"planner"},
+    {"partitions"},
     {"segments"},
-    {"collectives", "placement"},
+    {"collectives", "placement", "checksum"},
     {"ragged_tensor"},
     {"dbuffer"},
+    {"anatomy"},
     {"unit"},
-    {"fsdp", "rule", "run", "exchange", "optimizer", "grad_norm"},
-    {"mesh", "checkpoint", "data", "tracking"},
+    {
+        "shard_state",
+        "commit",
+        "fsdp_module",
+        "fsdp",
+        "full_state",
+        "meta_init",
+        "rule",
+        "run",
+        "owners",
+        "exchange",
+        "bucket",
+        "optimizer",
+        "grad_norm",
+    },
+    {"rows", "mesh", "checkpoint", "data", "resolve", "tracking", "watchdog", "stop", "profile"},
+    {"saver", "record", "deterministic", "health", "journal", "job"},
     {"trainer"},
-    {"train"},
+    {"train", "report", "torchrun"},
 )
 
 # Private names that vescale, optimizers and models use; each is imported below.
 PRIVATE = {
+    "torch._C._distributed_c10d._dump_fr_trace_json": "which collectives each rank has called, when a run hangs",
     "torch._C._current_graph_task_id": "whether a backward is running: tells recomputation from a failed iteration",
+    "torch._amp_foreach_non_finite_check_and_unscale_": "GradScaler.unscale_ on the runs of gradients",
     "torch._foreach_mul_": "clip_grad_norm_: one launch for all gradients",
     "torch.Tensor._dtensor__new__": "the only way to make a DTensor subclass",
     "torch.autograd.Variable._execution_engine": "queue_callback at the end of backward, as FSDP2",
     "torch.distributed.tensor._dtensor_spec": "DTensorSpec and TensorMeta, which a DTensor is made of",
+    "torch.cuda.memory._dump_snapshot": "who holds the device's memory; torch documents it by this name",
+    "torch.cuda.memory._record_memory_history": "the same",
     "torch.nn.Parameter._post_accumulate_grad_hooks": "users' hooks fire on the sharded parameter",
     "torch.utils._pytree": "inputs and outputs of modules, arguments of operators",
 }

@@ -36,12 +36,17 @@ class Layout:
     Args:
         plan: Where each tensor lies and how long a shard is.
         shapes: Logical shape of each tensor, in the plan's order.
-        mesh: One-dimensional; its ranks share the buffer.
+        mesh: The ranks of its last axis share the buffer; those of a first axis of two hold copies of it (HSDP).
     """
 
+    replicas: dist.ProcessGroup | None  # ranks that hold the same shard; None when there is one copy
+
     def __init__(self, plan: SegmentPlan, shapes: Sequence[Sequence[int]], mesh: DeviceMesh) -> None:
+        if plan.capacity:
+            raise NotImplementedError("a DBuffer has equal shards; a plan of unequal capacity is for looking at")
         self.plan, self.shapes, self.mesh = plan, tuple(tuple(shape) for shape in shapes), mesh
-        self.rank, self.group = mesh.get_local_rank(), mesh.get_group()
+        self.rank, self.group = mesh.get_local_rank(mesh.ndim - 1), mesh.get_group(mesh.ndim - 1)
+        self.replicas = mesh.get_group(0) if mesh.ndim == 2 else None
         self.spans = [self._span(index) for index in range(len(self.shapes))]  # of each run in this rank's slot
         self._specs: dict[tuple[int, torch.dtype], DTensorSpec] = {}
 
@@ -56,7 +61,8 @@ class Layout:
         """Returns the DTensor whose local tensor is ``run``: this rank's elements of tensor ``index``."""
         key = (index, run.dtype)
         if key not in self._specs:
-            self._specs[key] = from_local(run, self.mesh, [self.placement_of(index)], shape=self.shapes[index])._spec
+            placements = [Replicate()] * (self.mesh.ndim - 1) + [self.placement_of(index)]
+            self._specs[key] = from_local(run, self.mesh, placements, shape=self.shapes[index])._spec
         return RaggedTensor(run, self._specs[key])
 
     def _span(self, index: int) -> tuple[int, int]:
@@ -71,7 +77,7 @@ class DBuffer:
     Args:
         plan: Where each tensor lies and how long a shard is.
         shapes: Logical shape of each tensor, in the plan's order.
-        mesh: One-dimensional; its ranks share the buffer.
+        mesh: The ranks of its last axis share the buffer.
         placement: ``Shard(0)`` for one shard, ``Replicate()`` for the gathered buffer, ``Partial()`` for a term of a
             sum.
         local: (S,) when sharded, else (m * S,), any dtype.
@@ -82,7 +88,7 @@ class DBuffer:
 
     layout: Layout
     sharded: bool  # whether the local tensor is one shard
-    placement: Placement  # of the flat buffer, over the mesh
+    placement: Placement  # of the flat buffer, over the axis that shares it
     local: torch.Tensor  # padding is zero in every sharded buffer that somebody reads
 
     def __init__(

@@ -79,6 +79,24 @@ class RaggedTensor(DTensor):
         """Elements ``[start, stop)`` of the flattened tensor that this rank holds."""
         return self.placement.run(self.shape, self.device_mesh.get_local_rank(self.ragged_axis))
 
+    @property
+    def data(self) -> RaggedTensor:
+        """The same run outside autograd; assigning copies the values into it.
+
+        torch's setter would change the wrapper alone and leave the run as it was.
+
+        Raises:
+            ValueError: If the value has another dtype, shape or cut.
+        """
+        return self.detach()  # type: ignore[return-value]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if value.dtype is not self.dtype:
+            raise ValueError(f"data: expected {self.dtype}, got {value.dtype}; cast the module, not a parameter of it")
+        with torch.no_grad():
+            self.copy_(value)
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         what = f"shape={tuple(self.shape)}, dtype={self.dtype}, run={self.run}, placements={self.placements}"
         return f"RaggedTensor({what}, local={self._local_tensor})"
@@ -380,6 +398,15 @@ def _equal(a: RaggedTensor, b: Any) -> bool:
     return bool(_reduced(same, a, dist.ReduceOp.MIN))
 
 
+def _unscale(tensors: Sequence[RaggedTensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
+    """GradScaler's unscaling; an overflow in one rank's run is seen by all."""
+    locals_ = [tensor._local_tensor for tensor in tensors if tensor._local_tensor.numel()]
+    if locals_:
+        torch._amp_foreach_non_finite_check_and_unscale_(locals_, found_inf, inv_scale)
+    for group in dict.fromkeys(tensor.group for tensor in tensors):
+        collectives.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=group)
+
+
 _REDUCTIONS: dict[Any, Callable[..., Any]] = {
     aten.linalg_vector_norm.default: _norm,
     aten.norm.Scalar: _norm,
@@ -391,6 +418,7 @@ _REDUCTIONS: dict[Any, Callable[..., Any]] = {
     aten.any.default: _extreme(torch.any, dist.ReduceOp.MAX, lambda dtype: False),
     aten.all.default: _extreme(torch.all, dist.ReduceOp.MIN, lambda dtype: True),
     aten.equal.default: _equal,
+    aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
 }
 
 

@@ -10,6 +10,9 @@ Every parameter is two ``nn.Parameter`` objects, made once and swapped in ``modu
     reshard()    storage of `full` freed; the views stay, and become valid again with the next unshard
     reduce()     `grad_full`, each gradient written once, is reduce-scattered in place and added to the shard
 
+Stages 0 to 2 keep ``full`` between steps: reshard() only puts the sharded parameters back, and unshard() gathers only
+when a master was written since. Stage 0 is a cut over one rank with a copy on every other.
+
 Buffers of one segment (S = shard size, m ranks)::
 
     master       (S,)      stored dtype   lives always
@@ -20,17 +23,19 @@ Buffers of one segment (S = shard size, m ranks)::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import Partial, Replicate
 
+from vescale import collectives
 from vescale.block import Block, Lattice
 from vescale.dbuffer import DBuffer
 from vescale.planner import SegmentPlan, TensorSpec
@@ -50,6 +55,9 @@ class Member:
     block: Block = Block(())
 
 
+Version = tuple[int, ...]  # version counters: two equal ones mean that nothing was written between
+
+
 @dataclass(eq=False)
 class Segment:
     """One buffer of a unit: parameters of one dtype and trainability, with one plan."""
@@ -64,6 +72,9 @@ class Segment:
     grad_full: DBuffer | None = None
     grad: DBuffer | None = None
     written: set[int] = field(default_factory=set)  # members whose slot of grad_full holds a gradient
+    gathered: Version | None = None  # of the masters that `full` holds; None while its storage is freed
+    part: Part | None = None  # between forward and backward, of an int reshard
+    partial: torch.Tensor | None = None  # (S,) reduced over the shards, not yet over the replicas
 
 
 class Home(NamedTuple):
@@ -79,6 +90,31 @@ def home_of(param: torch.Tensor) -> Home | None:
     return param.__dict__.get(HOME)
 
 
+@dataclass
+class Controls:
+    """What a module's setters change between steps."""
+
+    requires_gradient_sync: bool = True
+    requires_all_reduce: bool = True  # over replicas; one mesh axis has none
+    divide_factor: float | None = None  # None divides by the number of ranks
+    all_reduce_hook: Callable[[torch.Tensor], None] | None = None  # sees each reduced shard before it is accumulated
+
+
+class Part(NamedTuple):
+    """A rank's share of the gathered buffer among a few neighbours."""
+
+    version: Version | None  # of the masters that were gathered
+    local: torch.Tensor  # (m * S / n,)
+
+
+class Reduction(NamedTuple):
+    """A segment's gradients on their way: over the shards first, then over the replicas."""
+
+    segment: Segment
+    shard: torch.Tensor  # (S,), the result, once ``work`` is done
+    work: dist.Work | None
+
+
 class Unit:
     """Parameters that are gathered, reduced and freed together.
 
@@ -86,14 +122,19 @@ class Unit:
         members: The parameters, in definition order; their values are copied into the master shards, nothing is
             communicated.
         plans: Of all segments: where the members lie.
-        mesh: One-dimensional; its ranks share the parameters.
+        mesh: The ranks of its last axis share the parameters; those of a first axis of two hold copies.
         mp_policy: Compute and reduce dtypes, with torch's meaning.
+        controls: Read at every step; whoever made them may change them.
+        offload_policy: Masters, gradients and so optimizer state on the CPU, with torch's meaning.
+        zero: ZeRO stage; below 3, gathered parameters are kept until a master is written.
+        part_group: Neighbouring ranks among whom the gathered parameters are shared out between forward and backward
+            when ``reshard`` is asked to.
     """
 
     segments: list[Segment]
     mesh: DeviceMesh
     mp_policy: MixedPrecisionPolicy
-    divide_factor: float | None  # None divides by the number of ranks
+    controls: Controls
 
     def __init__(
         self,
@@ -102,18 +143,26 @@ class Unit:
         mesh: DeviceMesh,
         *,
         mp_policy: MixedPrecisionPolicy,
+        controls: Controls,
+        offload_policy: OffloadPolicy | None = None,
+        zero: int = 3,
+        part_group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.mesh, self.mp_policy, self.divide_factor = mesh, mp_policy, None
-        self.requires_gradient_sync = True
+        self.mesh, self.mp_policy, self.controls = mesh, mp_policy, controls
+        self.offload_policy, self.zero, self.part_group = offload_policy or OffloadPolicy(), zero, part_group
         self._gathers: list[dist.Work | None] = []
-        self._reduces: list[tuple[Segment, DBuffer, dist.Work | None]] = []
-        self._unsharded = False
+        self._reduces: list[Reduction] = []
+        self._unsharded = self._swapped = False
         self.segments = [self._segment(plan, members) for plan in plans]
         self.reshard()
 
     def homes(self) -> list[tuple[nn.Module, str]]:
         """Every module attribute that is one of this unit's parameters."""
         return [home for segment in self.segments for member in segment.members for home in member.homes]
+
+    def named_homes(self) -> Iterator[tuple[str, list[tuple[nn.Module, str]]]]:
+        """The name of each parameter, and every module attribute that is it."""
+        return ((member.name, member.homes) for segment in self.segments for member in segment.members)
 
     # --- the three changes of cut ---
 
@@ -128,27 +177,31 @@ class Unit:
             return
         self._unsharded = True
         for segment in self.segments:
-            full = self._full(segment)
-            full.local.untyped_storage().resize_(full.local.numel() * full.local.element_size())
-            with torch.no_grad():
-                self._gathers.append(segment.master.all_gather(full.local, async_op=True)[1])
+            self._gather(segment)
 
     def wait_unshard(self) -> None:
         """Waits for the all-gathers and puts the whole parameters into the modules."""
         for work in self._gathers:
             if work is not None:
                 work.wait()
-        if self._gathers:
-            self._gathers.clear()
+        self._gathers.clear()
+        if self._unsharded and not self._swapped:
             self._swap("unsharded")
+            self._swapped = True
 
-    def reshard(self) -> None:
-        """Frees the gathered buffers and puts the sharded parameters back."""
+    def reshard(self, *, to_part: bool = False) -> None:
+        """Puts the sharded parameters back, and frees the gathered buffers, unless the stage keeps them.
+
+        Args:
+            to_part: Keep this rank's share among the ranks of ``part_group``; the next unshard gathers over them alone.
+        """
         self.wait_unshard()
-        for segment in self.segments:
-            if segment.full is not None:
-                segment.full.local.untyped_storage().resize_(0)
-        self._unsharded = False
+        if self.zero == 3:
+            for segment in self.segments:
+                keeps = to_part and self.part_group
+                segment.part = Part(segment.gathered, self._own_part(segment).clone()) if keeps else None
+                self._free(segment)
+        self._unsharded = self._swapped = False
         self._swap("sharded")
 
     def reduce(self) -> None:
@@ -164,17 +217,49 @@ class Unit:
                 partial.view(index).zero_()
             partial.zero_gaps()
             shard, work = partial.reduce_scatter(async_op=True)
-            self._reduces.append((segment, shard, work))
+            self._reduces.append(Reduction(segment, shard.local, work))
             segment.grad_full = None
             segment.written.clear()
 
+    def advance_reduce(self) -> bool:
+        """Takes the reductions in flight one stage on; returns whether some still are.
+
+        Reduce-scatters are waited for and, where there are replicas, become all-reduces among these.
+        """
+        replicas = self.segments[0].master.layout.replicas if self.segments else None
+        if replicas is None:
+            self.wait_reduce()
+        elif self.controls.requires_all_reduce:
+            self._reduces = [self._all_reduce(reduction, replicas) for reduction in self._reduces]
+        else:
+            for reduction in self._reduces:
+                self._hold(reduction)
+            self._reduces.clear()
+        return bool(self._reduces)
+
     def wait_reduce(self) -> None:
-        """Waits for the reduce-scatters and adds their results, scaled, to the gradients of the sharded parameters."""
+        """Waits for the reductions and adds their results, scaled, to the gradients of the sharded parameters."""
         for segment, shard, work in self._reduces:
             if work is not None:
                 work.wait()
-            self._accumulate(segment, shard.local)
+            self._accumulate(segment, shard)
         self._reduces.clear()
+
+    def _all_reduce(self, reduction: Reduction, replicas: dist.ProcessGroup) -> Reduction:
+        segment, shard, work = reduction
+        if work is not None:
+            work.wait()
+        if segment.partial is not None:
+            shard.add_(segment.partial)
+            segment.partial = None
+        return Reduction(segment, shard, collectives.all_reduce(shard, group=replicas, async_op=True))
+
+    def _hold(self, reduction: Reduction) -> None:
+        """Keeps a sum over the shards, in the reduce dtype, until a backward that reduces over the replicas too."""
+        segment, shard, work = reduction
+        if work is not None:
+            work.wait()
+        segment.partial = shard.clone() if segment.partial is None else segment.partial.add_(shard)
 
     @property
     def has_unreduced(self) -> bool:
@@ -183,16 +268,48 @@ class Unit:
 
     def drop(self) -> None:
         """Forgets gradients in flight and frees what was gathered: the way back to a clean state after an exception."""
-        for _, _, work in self._reduces:
-            if work is not None:
-                work.wait()
+        for reduction in self._reduces:
+            if reduction.work is not None:
+                reduction.work.wait()
         self._reduces.clear()
         for segment in self.segments:
-            segment.grad_full = None
+            segment.grad_full = segment.partial = None
             segment.written.clear()
             for param in segment.unsharded:
                 param.grad = None
         self.reshard()
+
+    # --- the gathered buffer ---
+
+    def _gather(self, segment: Segment) -> None:
+        """Starts the all-gather of one segment, unless what was gathered last still holds."""
+        version, full = _version(segment), self._full(segment)
+        if segment.gathered == version or full.local is segment.master.local:
+            return
+        full.local.untyped_storage().resize_(full.local.nbytes)
+        with torch.no_grad():
+            if segment.part is None or segment.part.version != version:
+                work = segment.master.all_gather(full.local, async_op=True)[1]
+            else:
+                own = self._own_part(segment).copy_(segment.part.local)
+                work = collectives.all_gather(full.local, own, group=self.part_group, async_op=True)  # type: ignore[arg-type]
+        segment.gathered, segment.part = version, None
+        self._gathers.append(work)
+
+    def _own_part(self, segment: Segment) -> torch.Tensor:
+        """This rank's share of the gathered buffer among the ``n`` ranks of ``part_group``, (m * S / n,)."""
+        size = segment.plan.numel // self.part_group.size()  # type: ignore[union-attr]
+        return segment.full.local[self.part_group.rank() * size :][:size]  # type: ignore[union-attr]
+
+    def _free(self, segment: Segment) -> None:
+        if segment.full is not None and segment.full.local is not segment.master.local:
+            segment.full.local.untyped_storage().resize_(0)
+        segment.gathered = None
+
+    def _drop_stale(self) -> None:
+        """A forward without a backward leaves parameters gathered; a step since then has made them old."""
+        if self._unsharded and any(s.gathered is not None and s.gathered != _version(s) for s in self.segments):
+            self.reshard()
 
     # --- gradients ---
 
@@ -212,16 +329,21 @@ class Unit:
 
     def _accumulate(self, segment: Segment, reduced: torch.Tensor) -> None:
         """gradient shard = (what was there) + multiplier * reduced, in the master's dtype."""
-        multiplier = 1.0 / (self.divide_factor or self.mesh.size())
+        multiplier = 1.0 / (self.controls.divide_factor or self.mesh.size())
+        if self.controls.all_reduce_hook is not None:
+            self.controls.all_reduce_hook(reduced.mul_(multiplier))
+            multiplier = 1.0
+        if any(param._backward_hooks for param in segment.sharded):
+            reduced, multiplier = self._hooked(segment, reduced.to(segment.master.local.dtype) * multiplier), 1.0
         self._realias_grads(segment)  # a hook or a user may have put another gradient there
         fresh = [index for index, param in enumerate(segment.sharded) if param.grad is None]
         if len(fresh) == len(segment.sharded) or segment.grad is None:
             segment.grad = segment.master.sibling(segment.master.placement, torch.empty_like(segment.master.local))
-            torch.mul(reduced.to(segment.grad.local.dtype), multiplier, out=segment.grad.local)
+            torch.mul(reduced.to(segment.grad.local), multiplier, out=segment.grad.local)
         else:
             for index in fresh:
                 segment.grad.run(index).zero_()
-            segment.grad.local.add_(reduced, alpha=multiplier)
+            segment.grad.local.add_(reduced.to(segment.grad.local.device), alpha=multiplier)
         for index, param in enumerate(segment.sharded):
             if not param.requires_grad:
                 continue
@@ -230,23 +352,34 @@ class Unit:
             for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values():
                 hook(param)
 
+    def _hooked(self, segment: Segment, fresh: torch.Tensor) -> torch.Tensor:
+        """Shows each fresh gradient to the hooks of its sharded parameter, as autograd would, and returns the shard."""
+        shard = segment.master.sibling(segment.master.placement, fresh)
+        for index, param in enumerate(segment.sharded):
+            for hook in (param._backward_hooks or {}).values():
+                grad = hook(shard.tensor(index))
+                if grad is not None:
+                    _copy_in(shard.run(index), grad, param, f"a hook of {segment.members[index].name} returned")
+        return fresh
+
     # --- aliases ---
 
     def realias(self) -> None:
         """Makes parameters and gradients lie in their shards again, whatever was assigned to them meanwhile.
 
-        ``param.data = ...``, ``param.grad = ...``, ``load_state_dict(assign=True)`` and the like leave a stranger where
-        a view of the shard should be. A stranger's values are copied in and the view is put back; nothing a user
-        assigned is ignored.
+        ``param.data = ...``, ``param.grad = ...`` and the like leave a stranger where a view of the shard should be. A
+        stranger's values are copied in and the view is put back; nothing a user assigned is ignored. Whole parameters
+        that were kept while their shards changed are freed.
 
         Raises:
-            ValueError: If a stranger has another shape or another cut.
+            ValueError: If a stranger has another shape or another cut, or a module holds another Parameter.
         """
         for segment in self.segments:
             self._follow_requires_grad(segment)
             for index, member in enumerate(segment.members):
                 self._realias_param(segment, index, member)
             self._realias_grads(segment)
+        self._drop_stale()
 
     def _follow_requires_grad(self, segment: Segment) -> None:
         """Parameters frozen or unfrozen since: the whole ones follow the sharded ones."""
@@ -258,18 +391,38 @@ class Unit:
 
     def _realias_param(self, segment: Segment, index: int, member: Member) -> None:
         param, expected = segment.sharded[index], segment.master.run(index)
-        for module, attribute in member.homes:
-            held = module._parameters[attribute]
-            if (
-                held is not None
-                and held is not param
-                and held is not (segment.unsharded[index] if segment.unsharded else None)
-            ):
-                _copy_in(expected, held, param, f"{member.name} was replaced by")
-                module._parameters[attribute] = param
+        for held in self._strangers(segment, index, member):
+            home = home_of(held)
+            how = "replaced" if home is None else f"tied to {home.segment.members[home.at].name}"
+            raise ValueError(
+                f"{member.name} {tuple(param.shape)} was {how} after fully_shard planned it; tie and replace before "
+                "the parameters are first asked for, or copy the values in (copy_, load_state_dict)"
+            )
+        if param.dtype != expected.dtype:
+            raise ValueError(f"{member.name} is {param.dtype} in a shard of {expected.dtype}; convert the whole model")
         if param._local_tensor.data_ptr() != expected.data_ptr() and expected.numel():  # type: ignore[attr-defined]
             expected.copy_(param._local_tensor)  # type: ignore[attr-defined]
             param._local_tensor = expected  # type: ignore[attr-defined]
+
+    def adopt(self) -> None:
+        """Copies in the values of Parameters that modules hold instead of this unit's, and puts this unit's back.
+
+        For ``load_state_dict(assign=True)``.
+
+        Raises:
+            ValueError: If one has another shape or another cut.
+        """
+        for segment in self.segments:
+            for index, member in enumerate(segment.members):
+                for held in self._strangers(segment, index, member):
+                    _copy_in(segment.master.run(index), held, segment.sharded[index], f"{member.name} was replaced by")
+        self._swap("sharded")
+        self.realias()
+
+    def _strangers(self, segment: Segment, index: int, member: Member) -> list[nn.Parameter]:
+        known = (segment.sharded[index], segment.unsharded[index] if segment.unsharded else None)
+        held = (module._parameters.get(attribute) for module, attribute in member.homes)
+        return [param for param in held if param is not None and all(param is not own for own in known)]
 
     def _realias_grads(self, segment: Segment) -> None:
         if segment.grad is not None and all(param.grad is None for param in segment.sharded):
@@ -297,8 +450,10 @@ class Unit:
         mine = [by_name[spec.name] for spec in plan.tensors]
         dtype, trainable = mine[0].param.dtype, mine[0].param.requires_grad
         master = DBuffer.zeros(
-            plan, [m.param.shape for m in mine], self.mesh, dtype=dtype, device=_device(mine, self.mesh)
+            plan, [m.param.shape for m in mine], self.mesh, dtype=dtype, device=self._master_device(mine)
         )
+        if getattr(self.offload_policy, "pin_memory", False) and self.mesh.device_type != "cpu":
+            master.local = master.local.pin_memory()  # so that the copy to the device does not wait
         segment = Segment(plan, mine, master, trainable)
         for index, member in enumerate(mine):
             if not member.param.is_meta:
@@ -309,6 +464,36 @@ class Unit:
             segment.sharded.append(param)
             member.param = param  # the whole tensor is not kept alive
         return segment
+
+    def copied(self, memo: dict[int, Any]) -> Unit:
+        """Returns a unit of the same plan with a copy of the master shards and without gradients, for ``deepcopy``.
+
+        Args:
+            memo: Of the deepcopy; learns the unit and each of its parameters. ``move_in`` follows once it knows the
+                modules.
+        """
+        self.reshard()
+        twin = memo[id(self)] = copy.copy(self)
+        twin.controls = copy.deepcopy(self.controls, memo)
+        twin._gathers, twin._reduces = [], []
+        twin.segments = [twin._copied_segment(segment, memo) for segment in self.segments]
+        return twin
+
+    def _copied_segment(self, old: Segment, memo: dict[int, Any]) -> Segment:
+        master = old.master.sibling(old.master.placement, old.master.local.clone())
+        segment = Segment(old.plan, [replace(member) for member in old.members], master, old.trainable)
+        for index, (member, param) in enumerate(zip(segment.members, old.sharded, strict=True)):
+            twin = memo[id(param)] = nn.Parameter(master.tensor(index), requires_grad=param.requires_grad)
+            twin.__dict__.update(copy.deepcopy(_own_attributes(param), memo) | {HOME: Home(self, segment, index)})
+            segment.sharded.append(twin)
+            member.param = twin
+        return segment
+
+    def move_in(self, memo: dict[int, Any]) -> None:
+        """Points a copied unit at the copied modules."""
+        for segment in self.segments:
+            for member in segment.members:
+                member.homes = [(memo[id(module)], attribute) for module, attribute in member.homes]
 
     def apply_(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Moves or casts the master shards by ``fn``, as ``nn.Module._apply`` does.
@@ -321,6 +506,7 @@ class Unit:
             segment.master = segment.master.sibling(segment.master.placement, local)
             segment.master.zero_gaps()  # to_empty promises nothing, and padding must be zero
             segment.full, segment.grad, segment.unsharded = None, None, []
+            segment.gathered, segment.part = None, None
             for index, param in enumerate(segment.sharded):
                 grad = param.grad
                 moved = nn.Parameter(segment.master.tensor(index), requires_grad=param.requires_grad)
@@ -338,11 +524,17 @@ class Unit:
                 else master.local.dtype
             )
             with torch.inference_mode(False):  # the first forward may be an inference, the next one is not
-                local = torch.empty(segment.plan.numel, dtype=dtype, device=master.local.device)
-                segment.full = master.sibling(Replicate(), local)
+                segment.full = master.sibling(Replicate(), self._whole_local(segment, dtype))
                 views = [segment.full.view(i) for i in range(len(segment.members))]
                 segment.unsharded = [self._unsharded_parameter(segment, i, view) for i, view in enumerate(views)]
         return segment.full
+
+    def _whole_local(self, segment: Segment, dtype: torch.dtype) -> torch.Tensor:
+        """The memory of the gathered buffer; where nothing is cut or cast, the master shard is it already."""
+        local, device = segment.master.local, self._device(segment.master.local)
+        if segment.plan.num_ranks == 1 and (dtype, device) == (local.dtype, local.device):
+            return local
+        return torch.empty(segment.plan.numel, dtype=dtype, device=device)
 
     def _unsharded_parameter(self, segment: Segment, index: int, view: torch.Tensor) -> nn.Parameter:
         trainable = segment.sharded[index].requires_grad
@@ -356,9 +548,19 @@ class Unit:
     def _grad_full(self, segment: Segment) -> DBuffer:
         if segment.grad_full is None:
             dtype = self.mp_policy.reduce_dtype or self._full(segment).local.dtype
-            local = torch.empty(segment.plan.numel, dtype=dtype, device=segment.master.local.device)
+            local = torch.empty(segment.plan.numel, dtype=dtype, device=self._device(segment.master.local))
             segment.grad_full = segment.master.sibling(Partial(), local)
         return segment.grad_full
+
+    def _device(self, master: torch.Tensor) -> torch.device:
+        """Where to compute: where the masters are, unless these are offloaded."""
+        return _mesh_device(self.mesh) if isinstance(self.offload_policy, CPUOffloadPolicy) else master.device
+
+    def _master_device(self, members: Sequence[Member]) -> torch.device:
+        """Meta stays meta; anything else goes to the mesh's device, as FSDP2 does, or is offloaded."""
+        if any(member.param.is_meta for member in members):
+            return torch.device("meta")
+        return torch.device("cpu") if isinstance(self.offload_policy, CPUOffloadPolicy) else _mesh_device(self.mesh)
 
     def _swap(self, side: str) -> None:
         for segment in self.segments:
@@ -382,6 +584,8 @@ def member_specs(members: Sequence[Member]) -> list[TensorSpec]:
             finest=member.block.finest,
             kind=(str(member.param.dtype), member.param.requires_grad),
             itemsize=member.param.element_size(),
+            shape=tuple(member.param.shape),
+            block=tuple(member.block.shape),
         )
         for member in ordered
     ]
@@ -392,10 +596,16 @@ def _own_attributes(param: torch.Tensor) -> dict[str, Any]:
     return {name: value for name, value in param.__dict__.items() if name not in (HOME, PENDING)}
 
 
-def _device(members: Sequence[Member], mesh: DeviceMesh) -> torch.device:
-    """Meta stays meta; anything else goes to the mesh's device, as FSDP2 does."""
-    if any(member.param.is_meta for member in members):
-        return torch.device("meta")
+def _version(segment: Segment) -> Version:
+    """Counts writes to the masters: to the shard, by operators on the sharded parameters, and to their runs.
+
+    Each count rises on every rank, also where a run is empty, so that all ranks gather or none does.
+    """
+    runs = (param._local_tensor._version for param in segment.sharded)  # type: ignore[attr-defined]
+    return (segment.master.local._version, *(param._version for param in segment.sharded), *runs)
+
+
+def _mesh_device(mesh: DeviceMesh) -> torch.device:
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
