@@ -85,7 +85,7 @@ def calls(device: str, elements: int = ELEMENTS) -> dict[str, Callable[[], Call]
         codes, scales = flat(torch.uint8), flat(n=-(-elements // BLOCK))
         moments = Moments(codes, scales, codes.clone(), scales.clone())
         step, lr, skip = number(3.0), number(1e-3), number(0.0)
-        options = {"spans": spans, "format": form, "skip": skip, "low": low}
+        options = {"spans": spans, "compat": form, "skip": skip, "low": low}
         return Call(lambda: adam8bit_triton(p, g, moments, step, lr=lr, **numbers, **options), 18 * elements)
 
     def accumulate() -> Call:
@@ -130,7 +130,7 @@ def calls(device: str, elements: int = ELEMENTS) -> dict[str, Callable[[], Call]
         "grouped Newton-Schulz, 64 matrices": grouped,
         "momentum, to bf16": momentum,
         "AdamW, with bf16 copy": adamw,
-        "Adam8bit q8, with bf16 copy": lambda: adam8bit("q8"),
+        "Adam8bit, with bf16 copy": lambda: adam8bit("none"),
         "Adam8bit bnb, with bf16 copy": lambda: adam8bit("bnb"),
         "accumulate bf16, with norm": accumulate,
         "pieces: pack bf16": pack,

@@ -19,6 +19,7 @@ LEVELS = (
     {"segments"},
     {"collectives", "placement", "checksum"},
     {"ragged_tensor"},
+    {"kernels"},
     {"dbuffer"},
     {"anatomy"},
     {"unit"},

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from optimizers.kernels.gram import TILES, store_symmetric, symmetric_tile
-from optimizers.kernels.language import jit, tl
+from optimizers.kernels.language import jit, runs_kernels, tl
 from optimizers.kernels.operand import FLOATS, expect
 from optimizers.kernels.shifted_product import shifted_tile
 from optimizers.newton_schulz import COEFFICIENTS, Row, newton_schulz
@@ -71,7 +71,7 @@ def grouped_newton_schulz(
     if dtype not in TILES:
         raise ValueError(f"grouped_newton_schulz: expected dtype from {sorted(map(str, TILES))}, got {dtype}")
     _check_matrices(matrices, flat.numel())
-    run = grouped_newton_schulz_triton if flat.is_cuda else grouped_newton_schulz_torch
+    run = grouped_newton_schulz_triton if runs_kernels(flat) else grouped_newton_schulz_torch
     run(flat, out, matrices, coefficients=coefficients, dtype=dtype, eps=eps)
 
 

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from vescale.kernels.language import jit, tl
+from vescale.kernels.language import jit, runs_kernels, tl
 
 CHUNK = 4096  # elements of a program: sixteen for each of eight warps' threads
 Move = tuple[int, int, int]
@@ -76,7 +76,7 @@ class Pieces:
             ValueError: If a tensor does not fit.
         """
         self._check("copy", source, to, scaled=scale is not None)
-        (self.copy_triton if to.is_cuda else self.copy_torch)(source, to, scale=scale)
+        (self.copy_triton if runs_kernels(to) else self.copy_torch)(source, to, scale=scale)
 
     def copy_torch(self, source: Tensor, to: Tensor, *, scale: float | Tensor | None = None) -> None:
         """The twin of ``copy``."""
@@ -96,7 +96,7 @@ class Pieces:
     def scale_(self, x: Tensor, scale: float | Tensor) -> None:
         """Multiplies the pieces of ``x``, made by ``within``, in place."""
         self._check("scale_", x, x, scaled=True)
-        (self.copy_triton if x.is_cuda else self.copy_torch)(x, x, scale=scale)
+        (self.copy_triton if runs_kernels(x) else self.copy_torch)(x, x, scale=scale)
 
     def zero_(self, x: Tensor) -> None:
         """Zeroes what the moves write.
@@ -108,7 +108,7 @@ class Pieces:
             ValueError: If ``x`` does not fit.
         """
         self._check("zero_", None, x, scaled=False)
-        (self.zero_triton if x.is_cuda else self.zero_torch)(x)
+        (self.zero_triton if runs_kernels(x) else self.zero_torch)(x)
 
     def zero_torch(self, x: Tensor) -> None:
         """The twin of ``zero_``."""
@@ -131,7 +131,7 @@ class Pieces:
             ValueError: If ``x`` does not fit.
         """
         self._check("square_sums", x, None, scaled=True)
-        return self.square_sums_triton(x) if x.is_cuda else self.square_sums_torch(x)
+        return self.square_sums_triton(x) if runs_kernels(x) else self.square_sums_torch(x)
 
     def square_sums_torch(self, x: Tensor) -> Tensor:
         """The twin of ``square_sums``."""
