@@ -20,6 +20,7 @@ LEVELS = (
     {"collectives", "placement", "checksum"},
     {"reductions"},
     {"ragged_tensor"},
+    {"kernels"},
     {"dbuffer"},
     {"anatomy"},
     {"unit"},
