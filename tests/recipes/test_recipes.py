@@ -132,14 +132,11 @@ def _targets(node: Any, where: str) -> Iterator[tuple[str, str, set[str]]]:
         yield where, node["_target_"], {*node} - {"_target_"}
 
 
-<<<<<<< HEAD
 MODELS = sorted(path.stem for path in (FOLDER / "model").glob("*.yaml"))
+CHOICES = [[f"recipe=llama_debug_{name}"] for name in RULES] + [[f"model={name}"] for name in MODELS]
 
 
-@pytest.mark.parametrize("argv", [["recipe=llama_debug_adamw"], *([f"model={name}"] for name in MODELS)])
-=======
-@pytest.mark.parametrize("argv", [[f"recipe=llama_debug_{name}"] for name in RULES] + [["recipe=llama70b_muon"]])
->>>>>>> main
+@pytest.mark.parametrize("argv", CHOICES)
 def test_every_field_can_be_set_without_a_plus(argv: list[str]) -> None:
     config = compose(argv)
     seen = set()
