@@ -11,7 +11,6 @@ it is one tensor under one name, so that a checkpoint does not depend on how the
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import torch
@@ -40,14 +39,7 @@ def rows_of(tensor: torch.Tensor, part: Any) -> torch.Tensor:
             f"checkpoint: state of {tensor.shape[0]} rows for {part.stop - part.first} experts on this rank, which do "
             "not divide; deal no experts (ep=1), or take a rule whose blocks lie inside an expert"
         )
-    # Checkpoint's look-up wants a torch.Tensor, and asks its methods; nothing reads its one element.
-    empty = torch.empty((), dtype=tensor.dtype).expand(each * part.total, *tensor.shape[1:])
-    return _of(empty.as_subclass(Rows), tensor, each * part.first)
-
-
-def _of(found: Rows, tensor: RaggedTensor, first: int) -> Rows:
-    found.rows, found.first = tensor, first
-    return found
+    return Rows.of(tensor, first=each * part.first, total=each * part.total)
 
 
 class Rows(torch.Tensor):
@@ -59,16 +51,13 @@ class Rows(torch.Tensor):
     rows: RaggedTensor
     first: int  # index of its first row
 
-    def over(self, tensor: RaggedTensor) -> Rows:
-        """Returns the same rows in other memory."""
-        return _of(self.detach().as_subclass(Rows), tensor, self.first)
-
-    @property
-    def run(self) -> tuple[int, int]:
-        """Elements ``[start, stop)`` of the flattened whole that this rank holds."""
-        start, stop = self.rows.run
-        before = self.first * math.prod(self.shape[1:])
-        return start + before, stop + before
+    @classmethod
+    def of(cls, rows: RaggedTensor, *, first: int, total: int) -> Rows:
+        """Returns ``rows`` as those that begin at ``first`` of ``total``."""
+        # Checkpoint's look-up wants a torch.Tensor, and asks its methods; nothing reads its one element.
+        found = torch.empty((), dtype=rows.dtype).expand(total, *rows.shape[1:]).as_subclass(cls)
+        found.rows, found.first = rows, first
+        return found
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
         items = []

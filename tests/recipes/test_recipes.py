@@ -133,10 +133,10 @@ def _targets(node: Any, where: str) -> Iterator[tuple[str, str, set[str]]]:
 
 
 MODELS = sorted(path.stem for path in (FOLDER / "model").glob("*.yaml"))
-ARGV = [*([f"recipe=llama_debug_{name}"] for name in RULES), *([f"model={name}"] for name in MODELS)]
+CHOICES = [[f"recipe=llama_debug_{name}"] for name in RULES] + [[f"model={name}"] for name in MODELS]
 
 
-@pytest.mark.parametrize("argv", ARGV)
+@pytest.mark.parametrize("argv", CHOICES)
 def test_every_field_can_be_set_without_a_plus(argv: list[str]) -> None:
     config = compose(argv)
     seen = set()
