@@ -58,7 +58,7 @@ def test_a_folder_is_trained_on_and_exported(folder: Path, tmp_path: Path, pool:
 
 def distance(one: CausalLM, other: CausalLM) -> float:
     pairs = zip(one.parameters(), other.parameters(), strict=True)
-    return max(float((a - b).norm() / a.norm()) for a, b in pairs)
+    return max(float(((a - b).norm() / a.norm()).detach()) for a, b in pairs)
 
 
 def test_all_problems_of_a_folder_are_one_message_and_nothing_is_written(
