@@ -124,7 +124,10 @@ class Trainer:
         self.micro_batches, self.micro_size = self.config.micro_batches(world)
         if self.config.deterministic:
             batch = self.config.global_batch
-            deterministic.check(rules=self.rules, world=world, global_batch=batch, model=self.model_config)
+            shared = self.parallelism.shard_ranks(world) == world and self.parallelism.zero == 3
+            deterministic.check(
+                rules=self.rules, world=world, global_batch=batch, model=self.model_config, everything_cut=shared
+            )
             self.micro_batches, self.micro_size = batch // world, 1
         self.parallelism.check(world)
 
@@ -194,7 +197,9 @@ class Trainer:
         if self.exact is not None:
             return *self._gradient_in_order(self.exact, batches, tokens, max_norm=max_norm), tokens
         total = torch.zeros((), device=self.device)
-        for input_ids, labels in batches:  # gradients leave each rank after every micro-batch: no whole ones are kept
+        for left, (input_ids, labels) in zip(reversed(range(len(batches))), batches, strict=True):
+            # From stage 2 on gradients leave each rank after every micro-batch: no whole ones are kept.
+            self.model.set_requires_gradient_sync(left == 0 or self.parallelism.zero >= 2)
             loss = self.model(input_ids, labels) / tokens
             loss.backward()
             total += loss.detach()
@@ -252,9 +257,9 @@ class Trainer:
 
     def _start(self) -> None:
         """Shards the model over the ranks, and fills it with the seed's weights."""
-        mesh = make_mesh(self.device)
+        mesh = make_mesh(self.device, shard_ranks=self.parallelism.shard_ranks(dist.get_world_size()))
         digest = hashlib.sha256(json.dumps(self.settings, sort_keys=True).encode()).hexdigest()
-        same_on_every_rank(digest, what="the configuration", group=mesh.get_group())
+        same_on_every_rank(digest, what="the configuration", group=dist.group.WORLD)  # type: ignore[arg-type]
         self._deal_experts()
         self.shard(mesh=mesh)
         self.model.to_empty(device=self.device)
@@ -567,4 +572,4 @@ class Trainer:
             ValueError: If the ranks do not fit the parallelism.
         """
         self.parallelism.check(world)
-        return preview(self.model, world)
+        return preview(self.model, self.parallelism.shard_ranks(world))
