@@ -38,6 +38,7 @@ from torch.distributed.tensor import Partial, Replicate
 from vescale import collectives
 from vescale.block import Block, Lattice
 from vescale.dbuffer import DBuffer
+from vescale.kernels.accumulate import accumulate_
 from vescale.planner import SegmentPlan, TensorSpec
 from vescale.ragged_tensor import RaggedTensor
 
@@ -337,13 +338,14 @@ class Unit:
             reduced, multiplier = self._hooked(segment, reduced.to(segment.master.local.dtype) * multiplier), 1.0
         self._realias_grads(segment)  # a hook or a user may have put another gradient there
         fresh = [index for index, param in enumerate(segment.sharded) if param.grad is None]
-        if len(fresh) == len(segment.sharded) or segment.grad is None:
+        empty = segment.grad is None or len(fresh) == len(segment.sharded)
+        if empty:
             segment.grad = segment.master.sibling(segment.master.placement, torch.empty_like(segment.master.local))
-            torch.mul(reduced.to(segment.grad.local), multiplier, out=segment.grad.local)
-        else:
-            for index in fresh:
-                segment.grad.run(index).zero_()
-            segment.grad.local.add_(reduced.to(segment.grad.local.device), alpha=multiplier)
+        assert segment.grad is not None
+        for index in () if empty else fresh:
+            segment.grad.run(index).zero_()
+        grad = segment.grad.local
+        accumulate_(grad, reduced.to(grad.device), scale=multiplier, fresh=empty)
         for index, param in enumerate(segment.sharded):
             if not param.requires_grad:
                 continue
