@@ -18,7 +18,9 @@ LEVELS = (
     {"partitions"},
     {"segments"},
     {"collectives", "placement", "checksum"},
+    {"reductions"},
     {"ragged_tensor"},
+    {"kernels"},
     {"dbuffer"},
     {"anatomy"},
     {"unit"},
@@ -37,10 +39,14 @@ LEVELS = (
         "optimizer",
         "grad_norm",
     },
-    {"mesh", "checkpoint", "data", "resolve", "tracking", "watchdog", "stop", "profile"},
+    {"rows", "mesh", "checkpoint", "data", "resolve", "tracking", "watchdog", "stop", "profile"},
     {"saver", "record", "deterministic", "health", "journal", "job"},
-    {"trainer"},
+    {"trainer", "machine", "pipeline", "live"},
+    {"blueprint"},
+    {"memory", "traffic", "simulate", "advice"},
+    {"forecast", "tables"},
     {"train", "report", "torchrun"},
+    {"plan"},
 )
 
 # Private names that vescale, optimizers and models use; each is imported below.
@@ -51,10 +57,14 @@ PRIVATE = {
     "torch._foreach_mul_": "clip_grad_norm_: one launch for all gradients",
     "torch.Tensor._dtensor__new__": "the only way to make a DTensor subclass",
     "torch.autograd.Variable._execution_engine": "queue_callback at the end of backward, as FSDP2",
+    "torch.distributed.tensor._utils": "compute_local_shape_and_global_offset: what Shard leaves to a rank",
     "torch.distributed.tensor._dtensor_spec": "DTensorSpec and TensorMeta, which a DTensor is made of",
+    "torch._subclasses.fake_tensor": "shapes without memory, for a simulated rank",
     "torch.cuda.memory._dump_snapshot": "who holds the device's memory; torch documents it by this name",
     "torch.cuda.memory._record_memory_history": "the same",
     "torch.nn.Parameter._post_accumulate_grad_hooks": "users' hooks fire on the sharded parameter",
+    "torch.testing._internal.distributed.fake_pg": "a process group whose other ranks are made up",
+    "torch.utils._python_dispatch": "live bytes and collectives, seen from outside; traceable subclasses, as FSDP2",
     "torch.utils._pytree": "inputs and outputs of modules, arguments of operators",
 }
 

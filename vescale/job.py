@@ -37,7 +37,11 @@ class ModelConfig(Protocol):
     max_position_embeddings: int
 
     def build(self) -> nn.Module:
-        """Returns the model: ``model(input_ids, labels)`` is the sum of token losses, ``units()`` its layers."""
+        """Returns the model: ``model(input_ids, labels)`` is the sum of token losses, ``units()`` its layers.
+
+        ``finish_step()`` ends an optimizer step and returns metrics. With experts, ``deal_experts(group)`` leaves this
+        rank its part of them and ``expert_units()`` are those.
+        """
 
     def num_parameters(self) -> int:
         """Returns the number of parameters."""
