@@ -12,6 +12,7 @@ from torch import Tensor
 
 from optimizers.descent import descend
 from optimizers.fields import check, is_count, is_rate, within
+from optimizers.gram_newton_schulz import SAFE, gram_newton_schulz, pays
 from optimizers.kernels.momentum import momentum_
 from optimizers.kronecker import kronecker_block
 from optimizers.newton_schulz import COEFFICIENTS, newton_schulz
@@ -63,6 +64,8 @@ class Muon:
             lies must not show. bfloat16 or float32.
         rows: Rows of one matrix, a divisor of the parameter's; None: all.
         split: Rows of each matrix that lies in a parameter, from its first row to its last; None: one matrix.
+        iteration: "standard", or "gram" to orthogonalise matrices that are more than twice as long as wide with small
+            products in float16; see ``gram_newton_schulz``.
         tile: Rows and columns of one matrix at most; None: all.
         cautious: Decay only what the step makes smaller; see ``descend``.
 
@@ -83,6 +86,7 @@ class Muon:
     rows: int | None = None
     split: Sequence[int] | None = None
     tile: int | None = None
+    iteration: str = "standard"
     cautious: bool = False
 
     finest: ClassVar[int] = 1
@@ -108,6 +112,10 @@ class Muon:
             tile=(
                 self.tile is None or (self.rows is self.split is None and is_count(self.tile, 1)),
                 "None, or an integer >= 1 and neither rows nor split",
+            ),
+            iteration=(
+                self.iteration == "standard" or (self.iteration == "gram" and self.coefficients in SAFE),
+                f"standard, or gram with coefficients of {SAFE}",
             ),
             cautious=(isinstance(self.cautious, bool), "a bool"),
         )
@@ -188,6 +196,8 @@ class Muon:
         gain = ADJUST_LR[self.adjust_lr](*matrices.shape[-2:])
 
         def orthogonal(x: Tensor) -> Tensor:
+            if self.iteration == "gram" and pays(tuple(x.shape)):
+                return gram_newton_schulz(x, self.coefficients, eps=self.eps, gain=gain)
             return newton_schulz(x, self.coefficients, dtype=self.ns_dtype, eps=self.eps, gain=gain)
 
         if matrices.device.type == "cpu":

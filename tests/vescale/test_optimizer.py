@@ -33,6 +33,7 @@ RULES: dict[str, dict[str, Any]] = {
     "muon, heads": {"matrices": (["a", "b", "stack"], Muon(lr=0.02, rows=8)), "rest": REST},
     "muon, fused": {"matrices": ("a", Muon(lr=0.02, split=(12, 4, 8), cautious=True)), "rest": REST},
     "muon, tiles": {"matrices": (MATRICES, Muon(lr=0.02, tile=16)), "rest": REST},
+    "muon, gram": {"matrices": (MATRICES, Muon(lr=0.02, iteration="gram")), "rest": REST},
     "muon8bit": {"matrices": (MATRICES, Muon8bit(lr=0.02)), "rest": REST},
     "normuon": {"matrices": (MATRICES, NorMuon(lr=0.02)), "rest": REST},
     "adam8bit": {"matrices": (MATRICES, Adam8bit(lr=0.01, min_numel=400)), "rest": REST},
