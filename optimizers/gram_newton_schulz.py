@@ -17,7 +17,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from optimizers.newton_schulz import COEFFICIENTS, _normalize, _round
+from optimizers.kernels.gram import gram, polynomial, rounded
+from optimizers.kernels.shifted_product import shifted_product
+from optimizers.newton_schulz import COEFFICIENTS, normalized
 
 DTYPE = torch.float16
 STEPS, RESET = 5, 2  # Dao-AILab/gram-newton-schulz; with more steps after one reset the result is NaN
@@ -50,19 +52,21 @@ def gram_newton_schulz(x: Tensor, coefficients: str = "quintic", *, eps: float =
         raise ValueError(f"gram_newton_schulz: expected coefficients from {SAFE}, got {coefficients!r}")
     wide = torch.float32 if x.device.type == "cpu" else DTYPE  # as newton_schulz
     tall = x.size(-2) > x.size(-1)
-    y = _normalize(x.mT if tall else x, eps).to(DTYPE).to(wide)
-    gram = _round(y @ y.mT, DTYPE)
-    product = identity = torch.eye(y.size(-2), dtype=wide, device=x.device)
+    y = normalized(x.mT if tall else x, eps).to(DTYPE).to(wide)
+    small = gram(y, dtype=DTYPE)
+    product = identity = torch.eye(y.size(-2), dtype=wide, device=x.device).expand_as(small)
     for step, (a, b, c) in enumerate(COEFFICIENTS[coefficients]):
         if step == RESET:
-            y = _round(product @ y, DTYPE)
-            gram = _round(y @ y.mT, DTYPE)
+            y = shifted_product(product, y, shift=0.0, dtype=DTYPE)
+            small = gram(y, dtype=DTYPE)
         if step == STEPS - 1:
             a, b, c = gain * a, gain * b, gain * c
-        z = _round(b * gram + c * (gram @ gram), DTYPE)
-        product = _round(z + a * identity if step in (0, RESET) else product @ z + a * product, DTYPE)
+        z = polynomial(small, linear=b, square=c, dtype=DTYPE)
+        if step in (0, RESET):
+            product = rounded(z + a * identity, DTYPE)
+        else:
+            product = shifted_product(z, product, shift=a, dtype=DTYPE)
         if step not in (RESET - 1, STEPS - 1):
-            half = _round(gram @ z + a * gram, DTYPE)
-            gram = _round(z @ half + a * half, DTYPE)
-    y = _round(product @ y, DTYPE)
+            small = shifted_product(z, shifted_product(z, small, shift=a, dtype=DTYPE), shift=a, dtype=DTYPE)
+    y = shifted_product(product, y, shift=0.0, dtype=DTYPE)
     return (y.mT if tall else y).to(DTYPE).contiguous()
