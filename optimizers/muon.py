@@ -12,6 +12,7 @@ from torch import Tensor
 
 from optimizers.descent import descend
 from optimizers.fields import check, is_count, is_rate, within
+from optimizers.kernels.momentum import momentum_
 from optimizers.newton_schulz import COEFFICIENTS, newton_schulz
 
 # Factor on the step of a logical matrix of m rows (outputs) and n columns (inputs).
@@ -155,15 +156,9 @@ class Muon:
             state: ``momentum``, (n,) float32.
             skip: None, or () float32: 1.0 writes nothing. The payload, and what comes of it, then means nothing.
         """
-        momentum = state["momentum"]
-        if skip is None:
-            momentum.lerp_(grad, 1 - self.momentum)
-        else:
-            # Selected, not multiplied: NaN * 0 is NaN.
-            torch.where(skip > 0, momentum, momentum.lerp(grad, 1 - self.momentum), out=momentum)
-        if self.nesterov:
-            return (grad.lerp(momentum, self.momentum).to(self.wire_dtype),)
-        return (momentum.to(self.wire_dtype, copy=True),)
+        out = torch.empty(grad.shape, dtype=self.wire_dtype, device=grad.device)
+        momentum_(state["momentum"], grad, out, decay=self.momentum, nesterov=self.nesterov, skip=skip)
+        return (out,)
 
     def block(self, payloads: tuple[Tensor, ...], state: Mapping[str, Tensor]) -> Tensor:
         """Returns the directions, like the payload in shape and dtype; the step is ``lr`` times them.

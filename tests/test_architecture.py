@@ -20,6 +20,7 @@ LEVELS = (
     {"collectives", "placement", "checksum"},
     {"reductions"},
     {"ragged_tensor"},
+    {"kernels"},
     {"dbuffer"},
     {"anatomy"},
     {"unit"},
@@ -40,8 +41,12 @@ LEVELS = (
     },
     {"rows", "mesh", "checkpoint", "data", "resolve", "tracking", "watchdog", "stop", "profile"},
     {"saver", "record", "deterministic", "health", "journal", "job"},
-    {"trainer"},
+    {"trainer", "machine", "pipeline", "live"},
+    {"blueprint"},
+    {"memory", "traffic", "simulate", "advice"},
+    {"forecast", "tables"},
     {"train", "report", "torchrun"},
+    {"plan"},
 )
 
 # Private names that vescale, optimizers and models use; each is imported below.
@@ -54,10 +59,12 @@ PRIVATE = {
     "torch.autograd.Variable._execution_engine": "queue_callback at the end of backward, as FSDP2",
     "torch.distributed.tensor._utils": "compute_local_shape_and_global_offset: what Shard leaves to a rank",
     "torch.distributed.tensor._dtensor_spec": "DTensorSpec and TensorMeta, which a DTensor is made of",
+    "torch._subclasses.fake_tensor": "shapes without memory, for a simulated rank",
     "torch.cuda.memory._dump_snapshot": "who holds the device's memory; torch documents it by this name",
     "torch.cuda.memory._record_memory_history": "the same",
     "torch.nn.Parameter._post_accumulate_grad_hooks": "users' hooks fire on the sharded parameter",
-    "torch.utils._python_dispatch": "is_traceable_wrapper_subclass: parameters that are no plain tensors, as FSDP2",
+    "torch.testing._internal.distributed.fake_pg": "a process group whose other ranks are made up",
+    "torch.utils._python_dispatch": "live bytes and collectives, seen from outside; traceable subclasses, as FSDP2",
     "torch.utils._pytree": "inputs and outputs of modules, arguments of operators",
 }
 

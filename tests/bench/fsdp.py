@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from live import LiveBytes
 from report import Row, arguments, publish, row
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -24,6 +23,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 
 from models import LlamaConfig
 from vescale import fully_shard
+from vescale.live import LiveBytes
 
 MODEL = dict(
     vocab_size=512, hidden_size=512, intermediate_size=1408, num_hidden_layers=8, num_attention_heads=8,

@@ -2,8 +2,8 @@
 
     python tests/bench/kernels.py [--json FILE] [--repeats N]
 
-The ceilings are measured in the same run: memory by a copy of 1 GiB, products by ``torch.mm`` of the same dtype. Without
-a GPU only the first table is printed, and nothing is timed.
+The ceilings are measured in the same run: memory by a copy of 1 GiB, products by ``torch.mm`` of the same dtype.
+Without a GPU only the first table is printed, and nothing is timed.
 """
 
 from __future__ import annotations
@@ -30,10 +30,12 @@ from rich.table import Table
 
 def code() -> list[dict[str, Any]]:
     """Returns what each launch of each call takes on each target, or why it has no code there."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name, make in calls("meta").items():
         for launch in launches(make().run):
-            row: dict[str, Any] = {"call": name, "kernel": launch.kernel.__name__}
+            if any(row["call"] == name and row["source"] == launch.source.hash() for row in rows):
+                continue  # the same code again
+            row: dict[str, Any] = {"call": name, "kernel": launch.kernel.__name__, "source": launch.source.hash()}
             for target in TARGETS:
                 try:
                     row[target] = resources(launch.compile(target))._asdict()

@@ -267,7 +267,12 @@ def kronecker(mesh: DeviceMesh, pairs: int) -> list[Row]:
     for name, rule, peer in (
         ("SOAP", SOAP(block_size=256), lambda params: pytorch_optimizer.SOAP(params)),
         (
-            "Shampoo",
+            "Shampoo, roots by eigenvalues",
+            Shampoo(block_size=256, root="eigen"),
+            lambda params: pytorch_optimizer.Shampoo(params, preconditioning_compute_steps=10),
+        ),
+        (
+            "Shampoo, roots by Newton",
             Shampoo(block_size=256),
             lambda params: pytorch_optimizer.Shampoo(params, preconditioning_compute_steps=10),
         ),

@@ -17,6 +17,7 @@ from models.expert_parallel import held
 from optimizers import AdamW, Muon
 from vescale import Optimizer, Rules, checkpoint, clip_grad_norm_, fully_shard
 from vescale.mesh import make_expert_mesh
+from vescale.saver import Saver
 
 SIZES: dict[str, Any] = {
     "vocab_size": 61,
@@ -142,7 +143,9 @@ def saved_and_loaded(folder: str, ep: int) -> bool:
     ids = data(dist.get_rank(), dist.get_world_size())
     (model(ids[:, :-1], ids[:, 1:]) / (5 * TOKENS)).backward()
     optimizer.step()
-    checkpoint.save(path, model=model, optimizer=optimizer, extra={}, keep=1)
+    saver = Saver(path.parent, keep=1)
+    saver.save(1, tensors=checkpoint.tensors(model, optimizer), extra={})
+    saver.wait()
     other, its = built(QWEN, 3 - ep)
     checkpoint.load(path, model=other, optimizer=its)
     before, after = everything(model, optimizer), everything(other, its)

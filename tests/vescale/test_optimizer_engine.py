@@ -102,11 +102,14 @@ def test_every_rank_has_the_same_keys_from_the_beginning_and_every_tensor_a_plac
 
 def _save(rule: str, folder: str) -> dict[str, torch.Tensor]:
     from vescale import checkpoint
+    from vescale.saver import Saver
 
     model, optimizer = _build(rule)
     for step in range(3):
         _step(model, optimizer, step)
-    checkpoint.save(Path(folder) / "step_3", model=model, optimizer=optimizer, extra={}, keep=1)
+    saver = Saver(Path(folder), keep=1)
+    saver.save(3, tensors=checkpoint.tensors(model, optimizer), extra={})
+    saver.wait()
     for step in range(3, 6):
         _step(model, optimizer, step)
     return _everything(model, optimizer)
@@ -116,7 +119,7 @@ def _continue(rule: str, folder: str, max_padding: float) -> dict[str, torch.Ten
     from vescale import checkpoint
 
     model, optimizer = _build(rule, max_padding=max_padding)
-    checkpoint.load(Path(folder) / "step_3", model=model, optimizer=optimizer)
+    checkpoint.load(Path(folder) / "step_00000003", model=model, optimizer=optimizer)
     for step in range(3, 6):
         _step(model, optimizer, step)
     return _everything(model, optimizer)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vescale.kernels.language import jit, tl
+from vescale.kernels.language import jit, runs_kernels, tl
 
 BLOCK = 2048  # elements of a stretch and of a program
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -36,7 +36,7 @@ def accumulate_(
         ValueError: If a tensor does not fit; nothing is written then.
     """
     _check(grad, reduced, scale, sums)
-    run = accumulate_triton if grad.is_cuda else accumulate_torch
+    run = accumulate_triton if runs_kernels(grad) else accumulate_torch
     run(grad, reduced, scale=scale, fresh=fresh, sums=sums)
 
 
