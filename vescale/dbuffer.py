@@ -162,7 +162,7 @@ class DBuffer:
 
     def all_gather(
         self, out: torch.Tensor | None = None, *, async_op: bool = False
-    ) -> tuple[DBuffer, dist.Work | None]:
+    ) -> tuple[DBuffer, collectives.Handle | None]:
         """Sharded to gathered: casts the shard into its slot of ``out`` and gathers the others around it, in place.
 
         Args:
@@ -182,7 +182,7 @@ class DBuffer:
         gathered.slot().copy_(self.local)
         return gathered, collectives.all_gather(full, gathered.slot(), group=self.group, async_op=async_op)
 
-    def reduce_scatter(self, *, async_op: bool = False) -> tuple[DBuffer, dist.Work | None]:
+    def reduce_scatter(self, *, async_op: bool = False) -> tuple[DBuffer, collectives.Handle | None]:
         """Partial to sharded, by summing; the result lies in this rank's slot, in place.
 
         Args:

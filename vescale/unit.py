@@ -25,13 +25,13 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Partial, Replicate
 
 from vescale.block import Block, Lattice
+from vescale.collectives import Handle
 from vescale.dbuffer import DBuffer
 from vescale.planner import SegmentPlan, TensorSpec
 from vescale.ragged_tensor import RaggedTensor
@@ -105,8 +105,8 @@ class Unit:
     ) -> None:
         self.mesh, self.mp_policy, self.divide_factor = mesh, mp_policy, None
         self.requires_gradient_sync = True
-        self._gathers: list[dist.Work | None] = []
-        self._reduces: list[tuple[Segment, DBuffer, dist.Work | None]] = []
+        self._gathers: list[Handle | None] = []
+        self._reduces: list[tuple[Segment, DBuffer, Handle | None]] = []
         self._unsharded = False
         self.segments = [self._segment(plan, members) for plan in plans]
         self.reshard()
