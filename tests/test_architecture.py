@@ -19,6 +19,7 @@ LEVELS = (
     {"collectives", "placement"},
     {"ragged_tensor"},
     {"dbuffer"},
+    {"anatomy"},
     {"unit"},
     {"shard_state", "commit", "fsdp_module", "fsdp", "rule", "run", "exchange", "optimizer", "grad_norm"},
     {"mesh", "checkpoint", "data", "tracking"},

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from vescale.block import Block as Block
     from vescale.dbuffer import DBuffer as DBuffer
     from vescale.fsdp import fully_shard as fully_shard
+    from vescale.fsdp import register_fsdp_forward_method as register_fsdp_forward_method
     from vescale.fsdp_module import FSDPModule as FSDPModule
     from vescale.grad_norm import clip_grad_norm_ as clip_grad_norm_
     from vescale.optimizer import Optimizer as Optimizer
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "Block": "block", "DBuffer": "dbuffer", "FSDPModule": "fsdp_module", "fully_shard": "fsdp",
+    "register_fsdp_forward_method": "fsdp",
     "clip_grad_norm_": "grad_norm", "Optimizer": "optimizer", "RaggedShard": "placement",
     "RaggedTensor": "ragged_tensor", "distribute": "ragged_tensor", "from_local": "ragged_tensor",
     "redistribute": "ragged_tensor", "Rules": "rule",

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from vescale import collectives
+from vescale.anatomy import Anatomy
 from vescale.block import Block
 from vescale.planner import SegmentPlan
 from vescale.segments import plan_model
@@ -24,8 +25,12 @@ from vescale.unit import Member, Unit, member_specs
 
 
 def states_below(module: nn.Module) -> list[ShardState]:
-    """Returns the states of a module and of the sharded modules inside, in definition order."""
-    return [state for inner in module.modules() if (state := state_of(inner)) is not None]
+    """Returns the states of a module and of the sharded modules inside, in definition order, each once."""
+    return list(dict.fromkeys(state for inner in module.modules() if (state := state_of(inner)) is not None))
+
+
+def _states_of(root: ShardState) -> list[ShardState]:
+    return list(dict.fromkeys(state for module in root.modules for state in states_below(module)))
 
 
 def commit(state: ShardState) -> None:
@@ -38,7 +43,7 @@ def commit(state: ShardState) -> None:
 
 
 def _commit(root: ShardState) -> None:
-    states = states_below(root.module)
+    states = _states_of(root)
     fresh = [state for state in states if not state.committed]
     mesh = _default_mesh() if any(state.mesh is None for state in fresh) else None
     members = _assign(root)
@@ -47,14 +52,23 @@ def _commit(root: ShardState) -> None:
         assert state.mesh is not None
     plans = _plan([(state, members[id(state)], state.mesh.size()) for state in fresh])  # type: ignore[union-attr]
     for state, segments in zip(fresh, plans, strict=True):
-        state.unit = Unit(members[id(state)], segments, state.mesh, mp_policy=state.mp_policy)  # type: ignore[arg-type]
+        assert state.mesh is not None
+        state.unit = Unit(
+            members[id(state)], segments, state.mesh, mp_policy=state.mp_policy, controls=state.controls
+        )
         state.committed = True
-    tree = Tree(states)
+    tree = Tree(states, survey(root))
     for state in states:
         state.tree = tree
     digests = "".join(segment.plan.digest() for state in fresh for segment in state.unit.segments)
     for group in {id(state.mesh): state.unit.mesh.get_group() for state in fresh}.values():
         collectives.same_on_every_rank(digests, what="the plan of fully_shard", group=group)
+
+
+def survey(root: ShardState) -> Anatomy:
+    """Returns the anatomy of a planned outermost module as it is now."""
+    homes = [home for state in _states_of(root) for home in state.unit.named_homes()]
+    return Anatomy(root.modules, homes)
 
 
 def preview(module: nn.Module, num_ranks: int) -> list[tuple[str, tuple[SegmentPlan, ...]]]:
@@ -71,9 +85,12 @@ def preview(module: nn.Module, num_ranks: int) -> list[tuple[str, tuple[SegmentP
     if root is None or root.committed:
         raise ValueError("preview: expected a module that fully_shard was called on and whose parameters nobody took")
     members = _assign(root)
-    named = [(_plain(name), state) for name, inner in module.named_modules() if (state := state_of(inner)) is not None]
-    plans = _plan([(state, members[id(state)], num_ranks) for _, state in named])
-    return [(name, segments) for (name, _), segments in zip(named, plans, strict=True)]
+    names: dict[ShardState, str] = {}
+    for name, inner in module.named_modules():
+        if (state := state_of(inner)) is not None:
+            names.setdefault(state, _plain(name))
+    plans = _plan([(state, members[id(state)], num_ranks) for state in names])
+    return list(zip(names.values(), plans, strict=True))
 
 
 def _plan(units: Sequence[tuple[ShardState, Sequence[Member], int]]) -> list[tuple[SegmentPlan, ...]]:
@@ -99,7 +116,7 @@ def _assign(root: ShardState) -> dict[int, list[Member]]:
             return
         seen.add(id(module))
         for name, param in module._parameters.items():
-            if param is None or any(id(param) in s.ignored for s in _chain(state)):
+            if param is None or any(param in s.ignored for s in _chain(state)):
                 continue
             if id(param) in found:
                 member, owner = found[id(param)]
@@ -112,7 +129,8 @@ def _assign(root: ShardState) -> dict[int, list[Member]]:
             if child is not None:
                 visit(child, state, f"{prefix}{name}.")
 
-    visit(root.module, root, "")
+    for index, module in enumerate(root.modules):
+        visit(module, root, f"{index}." if len(root.modules) > 1 else "")
     result: dict[int, list[Member]] = defaultdict(list)
     for member, state in found.values():
         member.block = _block(state, member)

@@ -13,7 +13,9 @@ several units share goes to their lowest common unit.
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any, overload
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,31 +27,40 @@ from vescale.shard_state import BlockOf, ShardState, state_of
 from vescale.unit import PENDING, home_of
 
 
+@overload
+def fully_shard(module: nn.Module, **options: Any) -> nn.Module: ...
+@overload
+def fully_shard(module: Sequence[nn.Module], **options: Any) -> Sequence[nn.Module]: ...
 def fully_shard(
-    module: nn.Module,
+    module: nn.Module | Sequence[nn.Module],
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Any = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
-    ignored_params: set[nn.Parameter] | None = None,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
     block_of: BlockOf | None = None,
     max_padding: float = 0.01,
     zero: int = 3,
-) -> nn.Module:
+) -> nn.Module | Sequence[nn.Module]:
     """Makes the parameters of ``module`` that no inner call has taken one unit: gathered, reduced and freed together.
 
     The module is changed in place: its class becomes a subclass of it and of ``FSDPModule``.
 
     Args:
-        module: Any module; call on inner modules first, on the root last.
+        module: Any module, or several that shall be one unit; call on inner modules first, on the root last. A unit of
+            several is gathered when the first is called and freed when the last has been.
         mesh: One-dimensional; its ranks share the parameters. All ranks when left out.
         reshard_after_forward: Free the whole parameters after forward and gather them again for backward; None is True,
             except at the root.
+        shard_placement_fn: FSDP2's; refused, since a parameter is cut in its elements and never along a dim.
         mp_policy: torch's ``MixedPrecisionPolicy``: ``param_dtype`` of compute and all-gather, ``reduce_dtype`` (None
             is ``param_dtype``), and so on.
         offload_policy: torch's ``OffloadPolicy``.
-        ignored_params: Parameters to leave alone.
+        ignored_params: Parameters to leave alone: whole on every rank, their gradients not reduced.
+        dp_mesh_dims: FSDP2's; refused, pass ``mesh[name]``.
         block_of: Block of a parameter, from its name in the outermost sharded module; ``Rules.block_of``, or any
             function. None: single elements.
         max_padding: Padding that may be paid to keep blocks whole, as a fraction of the elements of all units that
@@ -63,36 +74,86 @@ def fully_shard(
         ValueError: For an argument of the wrong kind or range, or a module that is sharded already.
         NotImplementedError: For an option that is legal but not built.
     """
-    _check(module, mesh, reshard_after_forward, offload_policy, max_padding, zero)
+    modules = list(module) if isinstance(module, list | tuple) else [module]
+    _check(modules, ignored_params)
+    _check_options(mesh, reshard_after_forward, shard_placement_fn, offload_policy, dp_mesh_dims, max_padding, zero)
     state = ShardState(
-        module,
+        modules,
         mesh=mesh,
         reshard_after_forward=None if reshard_after_forward is None else bool(reshard_after_forward),
         mp_policy=mp_policy or MixedPrecisionPolicy(),
-        ignored=frozenset(map(id, ignored_params or ())),
+        ignored=frozenset(ignored_params or ()),
         block_of=block_of,
         max_padding=max_padding,
     )
-    _install(state)
+    for each in modules:
+        _install(each, state)
     return module
 
 
-def _check(module: Any, mesh: Any, reshard: Any, offload: Any, max_padding: float, zero: int) -> None:
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Lets a method be called as ``forward`` is: gathers the parameters before it, and frees them after it.
+
+    Called inside ``forward`` it is the plain method: the parameters are there.
+
+    Args:
+        module: A module that ``fully_shard`` was called on; any other is left as it is.
+        method_name: Its method, e.g. ``"generate"``.
+
+    Raises:
+        ValueError: If the module has no such method.
+    """
+    if not isinstance(module, FSDPModule):
+        return
+    if not hasattr(module, method_name):
+        raise ValueError(f"register_fsdp_forward_method: {type(module).__name__} has no method {method_name!r}")
+    original = getattr(module, method_name)
+    # A partial of bound methods, not a closure: deepcopy binds it to the copy.
+    setattr(module, method_name, functools.update_wrapper(functools.partial(_as_forward, module, original), original))
+
+
+def _as_forward(module: FSDPModule, method: Any, *args: Any, **kwargs: Any) -> Any:
+    state = module._vescale_state
+    commit(state)
+    if state.tree.root is not None and id(module) in state.to_run:
+        return method(*args, **kwargs)
+    args, kwargs = state.pre_forward(module, args, kwargs)  # type: ignore[arg-type]
+    return state.post_forward(module, args, method(*args, **kwargs))  # type: ignore[arg-type]
+
+
+def _check(modules: Sequence[Any], ignored_params: Any) -> None:
+    """Refuses what is no module, is sharded already, is never called itself, or lies inside another of the list."""
+    problems = [] if modules else ["expected at least one module, got an empty list"]
+    for module in modules:
+        name = type(module).__name__
+        if not isinstance(module, nn.Module):
+            problems.append(f"module must be an nn.Module or a list of them, got {name}")
+        elif isinstance(module, FSDPModule):
+            problems.append(f"{name} is sharded already")
+        elif isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward:
+            problems.append(f"{name} has no forward; call fully_shard on each of its modules")
+        elif sum(module is inner for other in modules if isinstance(other, nn.Module) for inner in other.modules()) > 1:
+            problems.append(f"{name} is twice in the list, or inside another module of it")
+    if any(not isinstance(param, nn.Parameter) for param in ignored_params or ()):
+        problems.append("ignored_params must be Parameters, not names")
+    if problems:
+        raise ValueError("fully_shard: " + "; ".join(problems))
+
+
+def _check_options(
+    mesh: Any, reshard: Any, placement_fn: Any, offload: Any, dims: Any, max_padding: float, zero: int
+) -> None:
     problems, missing = [], []
-    if isinstance(module, list | tuple):
-        missing.append("a list of modules as one unit; call it on their common parent")
-    elif not isinstance(module, nn.Module):
-        problems.append(f"module must be an nn.Module, got {type(module).__name__}")
-    elif isinstance(module, FSDPModule):
-        problems.append(f"{type(module).__name__} is sharded already")
-    elif isinstance(module, nn.ModuleList | nn.ModuleDict):
-        problems.append(f"{type(module).__name__} has no forward; call fully_shard on each of its modules")
     if mesh is not None and mesh.ndim != 1:
         missing.append(f"a mesh of {mesh.ndim} axes; slice one axis out of it")
     if not (reshard is None or isinstance(reshard, bool)):
         missing.append(f"reshard_after_forward={reshard!r}; use True, False or None")
+    if placement_fn is not None:
+        missing.append("shard_placement_fn; say by block_of what must stay whole, any shape goes on any number of ranks")
     if offload is not None and type(offload) is not OffloadPolicy:
         missing.append(f"{type(offload).__name__}; use OffloadPolicy()")
+    if dims is not None:
+        missing.append('dp_mesh_dims; pass the axis as mesh=mesh["name"]')
     if not max_padding >= 0:
         problems.append(f"max_padding must be a fraction >= 0, got {max_padding}")
     if zero not in (0, 1, 2, 3):
@@ -105,22 +166,26 @@ def _check(module: Any, mesh: Any, reshard: Any, offload: Any, max_padding: floa
         raise NotImplementedError("fully_shard cannot yet do " + "; ".join(missing))
 
 
-def _install(state: ShardState) -> None:
-    """Gives the module its class and hooks, and tells the sharded modules inside who is above them."""
-    module, cls = state.module, type(state.module)
+def _install(module: nn.Module, state: ShardState) -> None:
+    """Gives a module its class and hooks, and tells the sharded modules inside who is above them."""
+    cls = type(module)
     module.__class__ = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
     module._vescale_state = state  # type: ignore[assignment]
-
-    def pre_forward(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        commit(state)
-        return state.pre_forward(module, args, kwargs)
-
-    module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
-    module.register_forward_hook(state.post_forward, prepend=False)
+    module.register_forward_pre_hook(functools.partial(_pre_forward, state), prepend=True, with_kwargs=True)
+    module.register_forward_hook(functools.partial(_post_forward, state), prepend=False)
     for inner in module.modules():
         for param in inner._parameters.values():
-            if param is not None and home_of(param) is None and id(param) not in state.ignored:
+            if param is not None and home_of(param) is None and param not in state.ignored:
                 param.__dict__[PENDING] = True
         below = state_of(inner)
         if below is not None and below is not state and below.parent is None:
             below.parent = state
+
+
+def _pre_forward(state: ShardState, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    commit(state)
+    return state.pre_forward(module, args, kwargs)
+
+
+def _post_forward(state: ShardState, module: nn.Module, args: Any, output: Any) -> Any:
+    return state.post_forward(module, args, output)

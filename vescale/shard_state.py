@@ -23,8 +23,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._pytree import tree_map
 
+from vescale.anatomy import Anatomy
 from vescale.block import Block
-from vescale.unit import Unit
+from vescale.unit import Controls, Unit
 
 BlockOf = Callable[[str, nn.Parameter], "Block | tuple[int, ...]"]
 
@@ -35,21 +36,31 @@ class Tree:
     states: list[ShardState]  # in definition order
     order: list[ShardState]  # as forward entered them last time; prefetch follows it
     entered: list[ShardState]  # as forward enters them this time
+    hinted: set[ShardState]  # gathered ahead of a forward that has not entered them
+    anatomy: Anatomy
     reducing: Unit | None  # at most one unit's reduce-scatters are in flight
     root: ShardState | None  # the outermost module whose forward is running
     backwards: int  # that have ended
+    is_last_backward: bool  # False leaves the last reduce-scatter in flight when backward ends
+    post_optim_event: Any  # the next forward waits for it before it gathers; then it is forgotten
 
-    def __init__(self, states: Sequence[ShardState]) -> None:
-        self.states, self.order, self.entered = list(states), [], []
+    def __init__(self, states: Sequence[ShardState], anatomy: Anatomy) -> None:
+        self.states, self.anatomy = list(states), anatomy
+        self.order, self.entered, self.hinted = [], [], set()
         self.reducing, self.root, self.callback_queued = None, None, False
-        self.backwards = 0
+        self.backwards, self.is_last_backward, self.post_optim_event = 0, True, None
 
-    def neighbour(self, state: ShardState, step: int) -> ShardState | None:
-        """The unit that ran after (+1) or before (-1) ``state`` in the recorded order."""
+    def neighbours(self, state: ShardState, step: int) -> list[ShardState]:
+        """The unit that ran after (+1) or before (-1) ``state`` in the recorded order; none at its ends."""
         if state not in self.order:
-            return None
+            return []
         at = self.order.index(state) + step
-        return self.order[at] if 0 <= at < len(self.order) else None
+        return [self.order[at]] if 0 <= at < len(self.order) else []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tree:
+        twin = memo[id(self)] = Tree((), self.anatomy)  # whoever copies the modules surveys them when all are there
+        twin.states, twin.order = copy.deepcopy(self.states, memo), copy.deepcopy(self.order, memo)
+        return twin
 
     def finish_reduce(self) -> None:
         """Waits for the reduce-scatters in flight."""
@@ -60,41 +71,63 @@ class Tree:
     def reset(self) -> None:
         """Forgets an iteration that did not end, and frees what it held."""
         self.reducing, self.root, self.callback_queued = None, None, False
-        self.entered = []
+        self.entered, self.hinted = [], set()
         for state in self.states:
             state.in_backward, state.owes, state.pending = False, False, 0
+            state.to_run.clear()
             state.unit.drop()
 
 
 class ShardState:
-    """One ``fully_shard`` call: its arguments, its unit once planned, and where it stands in the iteration."""
+    """One ``fully_shard`` call: its arguments, its unit once planned, and where it stands in the iteration.
 
-    module: nn.Module
+    Modules of one call share the unit: a pass of forward through them begins with the first that is called and ends
+    when each has been, or with the forward of the outermost module (a head that is called later, chunk by chunk).
+    """
+
+    modules: tuple[nn.Module, ...]
+    controls: Controls  # shared with the unit
     unit: Unit  # set by commit
     tree: Tree  # set by commit; shared with every unit of the outermost module
     parent: ShardState | None  # the next sharded module above
     in_backward: bool  # between its pre-backward and its post-backward
     owes: bool  # took part in a backward whose gradients have not been reduced; the same on every rank
     pending: int  # forwards whose backward has not come yet
+    to_run: set[int]  # ids of the modules that this pass of forward has not called yet
+    reshard_after_backward: bool
+    unshard_in_backward: bool  # False: backward needs none of the parameters, as for an embedding
+    forward_prefetch: Sequence[ShardState]  # gathered while this one computes; empty: the next in the recorded order
+    backward_prefetch: Sequence[ShardState]
     committed: bool  # the unit is planned
     applying: bool  # an outer _apply has taken care of the unit
 
     def __init__(
         self,
-        module: nn.Module,
+        modules: Sequence[nn.Module],
         *,
         mesh: DeviceMesh | None,
         reshard_after_forward: bool | None,
         mp_policy: MixedPrecisionPolicy,
-        ignored: frozenset[int],
+        ignored: frozenset[nn.Parameter],
         block_of: BlockOf | None,
         max_padding: float,
     ) -> None:
-        self.module, self.mesh, self.mp_policy = module, mesh, mp_policy
+        self.modules, self.mesh, self.mp_policy = tuple(modules), mesh, mp_policy
         self.reshard_after_forward, self.ignored = reshard_after_forward, ignored
         self.block_of, self.max_padding = block_of, max_padding
         self.parent, self.in_backward, self.owes, self.pending = None, False, False, 0
         self.committed, self.applying = False, False
+        self.controls, self.to_run = Controls(), set()
+        self.reshard_after_backward = self.unshard_in_backward = True
+        self.forward_prefetch, self.backward_prefetch = (), ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardState:
+        """The state of a copied module: idle, planned alike, over the same mesh."""
+        twin = memo[id(self)] = copy.copy(self)
+        twin.in_backward, twin.owes, twin.pending, twin.to_run = False, False, 0, set()
+        for name in ("modules", "parent", "unit", "tree", "controls", "forward_prefetch", "backward_prefetch"):
+            setattr(twin, name, copy.deepcopy(getattr(self, name), memo))
+        return twin
 
     @property
     def outermost(self) -> ShardState:
@@ -109,41 +142,69 @@ class ShardState:
     # --- forward ---
 
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        tree = self.tree
-        if tree.root is self or (tree.callback_queued and torch._C._current_graph_task_id() == -1):
+        tree, in_graph_task = self.tree, torch._C._current_graph_task_id() != -1
+        if tree.root is self or (tree.callback_queued and not in_graph_task):
             tree.reset()  # an exception ended the last forward, or the last backward
         if self.in_backward:  # recomputation by activation checkpointing
             self._whole()
             return self._cast_inputs(args, kwargs)
-        if tree.root is None:
-            tree.root, tree.entered = self, []
-            for state in tree.states:
-                state.unit.realias()
-        tree.entered.append(self)
+        if not in_graph_task:  # else a reentrant checkpoint recomputes a forward that was counted already
+            self._enter()
         self._whole()
-        following = tree.neighbour(self, +1)
-        if following is not None:
-            following.unit.unshard()
+        if not in_graph_task:
+            ahead = [s for s in self.forward_prefetch or tree.neighbours(self, +1) if not s.unit.unsharded]
+            tree.hinted.update(ahead)
+            self._prefetch(ahead)
         args, kwargs = self._cast_inputs(args, kwargs)
         return self._watch_inputs(args, kwargs) if torch.is_grad_enabled() else (args, kwargs)
+
+    def _enter(self) -> None:
+        """A pass of forward reaches this unit; the first one of an iteration finds the modules as they were planned."""
+        tree = self.tree
+        if tree.root is None:
+            tree.root, tree.entered = self, []
+            if tree.post_optim_event is not None:
+                tree.post_optim_event.wait()
+                tree.post_optim_event = None
+            tree.anatomy.check()
+            for state in tree.states:
+                state.unit.realias()
+        tree.hinted.discard(self)
+        if not self.to_run:
+            self.to_run.update(map(id, self.modules))
+            tree.entered.append(self)
 
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         if not self.in_backward:
             self._watch_outputs(output)
-            if self.reshards_after_forward():
-                self.unit.reshard()
-            if self.tree.root is self:
-                self._end_forward()
+            if torch._C._current_graph_task_id() == -1:
+                self._leave(module)
         if self.mp_policy.output_dtype is not None:
             output = _cast(output, self.mp_policy.output_dtype)
         return output
 
+    def _leave(self, module: nn.Module) -> None:
+        self.to_run.discard(id(module))
+        if self.tree.root is self:
+            self._end_forward()
+        elif not self.to_run and self.reshards_after_forward():
+            self.unit.reshard()
+
     def _end_forward(self) -> None:
-        self.tree.root = None
-        self.tree.order = list(dict.fromkeys(self.tree.entered))
-        for state in self.tree.states:
-            if state not in self.tree.order:  # prefetched on a hint that did not come true
+        tree = self.tree
+        tree.root = None
+        if self.parent is None or not tree.order:  # a part of the model called on its own teaches no order
+            tree.order = list(dict.fromkeys(tree.entered))
+        for state in tree.states:
+            unfinished = state is self or bool(state.to_run)
+            state.to_run.clear()
+            if state in tree.hinted or (unfinished and state.reshards_after_forward()):
                 state.unit.reshard()
+        tree.hinted.clear()
+
+    def _prefetch(self, states: Sequence[ShardState]) -> None:
+        for state in states:
+            state.unit.unshard()
 
     def _whole(self) -> None:
         self.unit.unshard()
@@ -190,20 +251,21 @@ class ShardState:
         if not self.tree.callback_queued:
             self.tree.callback_queued = True
             Variable._execution_engine.queue_callback(self._end_backward)
-        self._whole()
-        preceding = self.tree.neighbour(self, -1)
-        if preceding is not None and preceding.pending:
-            preceding.unit.unshard()
+        if self.unshard_in_backward:
+            self._whole()
+        preceding = [state for state in self.tree.neighbours(self, -1) if state.pending and state.unshard_in_backward]
+        self._prefetch(self.backward_prefetch or preceding)
 
     def _post_backward(self) -> None:
         """One forward's backward is done; after the last one, the gradients are complete and leave."""
         self.in_backward, self.pending = False, max(self.pending - 1, 0)
         if self.pending == 0:
             self._reduce()
-        self.unit.reshard()
+        if self.reshard_after_backward and (self.pending == 0 or len(self.modules) == 1):
+            self.unit.reshard()
 
     def _reduce(self) -> None:
-        if self.unit.requires_gradient_sync:
+        if self.controls.requires_gradient_sync:
             self.tree.finish_reduce()
             self.unit.reduce()
             self.tree.reducing, self.owes = self.unit, False
@@ -218,9 +280,10 @@ class ShardState:
             if state.owes or state.unit.has_unreduced:
                 state._reduce()
             state.in_backward, state.pending = False, 0
-            if state.unit.unsharded:
+            if state.unit.unsharded and state.reshard_after_backward:
                 state.unit.reshard()
-        tree.finish_reduce()
+        if tree.is_last_backward:
+            tree.finish_reduce()
         tree.callback_queued = False
         tree.backwards += 1
 

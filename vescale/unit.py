@@ -20,8 +20,9 @@ Buffers of one segment (S = shard size, m ranks)::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -64,6 +65,7 @@ class Segment:
     grad_full: DBuffer | None = None
     grad: DBuffer | None = None
     written: set[int] = field(default_factory=set)  # members whose slot of grad_full holds a gradient
+    gathered_version: int = 0  # of the master shard, when it was gathered last
 
 
 class Home(NamedTuple):
@@ -79,6 +81,16 @@ def home_of(param: torch.Tensor) -> Home | None:
     return param.__dict__.get(HOME)
 
 
+@dataclass
+class Controls:
+    """What a module's setters change between steps."""
+
+    requires_gradient_sync: bool = True
+    requires_all_reduce: bool = True  # over replicas; one mesh axis has none
+    divide_factor: float | None = None  # None divides by the number of ranks
+    all_reduce_hook: Callable[[torch.Tensor], None] | None = None  # sees each reduced shard before it is accumulated
+
+
 class Unit:
     """Parameters that are gathered, reduced and freed together.
 
@@ -88,12 +100,13 @@ class Unit:
         plans: Of all segments: where the members lie.
         mesh: One-dimensional; its ranks share the parameters.
         mp_policy: Compute and reduce dtypes, with torch's meaning.
+        controls: Read at every step; whoever made them may change them.
     """
 
     segments: list[Segment]
     mesh: DeviceMesh
     mp_policy: MixedPrecisionPolicy
-    divide_factor: float | None  # None divides by the number of ranks
+    controls: Controls
 
     def __init__(
         self,
@@ -102,9 +115,9 @@ class Unit:
         mesh: DeviceMesh,
         *,
         mp_policy: MixedPrecisionPolicy,
+        controls: Controls,
     ) -> None:
-        self.mesh, self.mp_policy, self.divide_factor = mesh, mp_policy, None
-        self.requires_gradient_sync = True
+        self.mesh, self.mp_policy, self.controls = mesh, mp_policy, controls
         self._gathers: list[Handle | None] = []
         self._reduces: list[tuple[Segment, DBuffer, Handle | None]] = []
         self._unsharded = False
@@ -114,6 +127,10 @@ class Unit:
     def homes(self) -> list[tuple[nn.Module, str]]:
         """Every module attribute that is one of this unit's parameters."""
         return [home for segment in self.segments for member in segment.members for home in member.homes]
+
+    def named_homes(self) -> Iterator[tuple[str, list[tuple[nn.Module, str]]]]:
+        """The name of each parameter, and every module attribute that is it."""
+        return ((member.name, member.homes) for segment in self.segments for member in segment.members)
 
     # --- the three changes of cut ---
 
@@ -132,6 +149,7 @@ class Unit:
             full.local.untyped_storage().resize_(full.local.numel() * full.local.element_size())
             with torch.no_grad():
                 self._gathers.append(segment.master.all_gather(full.local, async_op=True)[1])
+            segment.gathered_version = segment.master.local._version
 
     def wait_unshard(self) -> None:
         """Waits for the all-gathers and puts the whole parameters into the modules."""
@@ -212,7 +230,12 @@ class Unit:
 
     def _accumulate(self, segment: Segment, reduced: torch.Tensor) -> None:
         """gradient shard = (what was there) + multiplier * reduced, in the master's dtype."""
-        multiplier = 1.0 / (self.divide_factor or self.mesh.size())
+        multiplier = 1.0 / (self.controls.divide_factor or self.mesh.size())
+        if self.controls.all_reduce_hook is not None:
+            self.controls.all_reduce_hook(reduced.mul_(multiplier))
+            multiplier = 1.0
+        if any(param._backward_hooks for param in segment.sharded):
+            reduced, multiplier = self._hooked(segment, reduced.to(segment.master.local.dtype) * multiplier), 1.0
         self._realias_grads(segment)  # a hook or a user may have put another gradient there
         fresh = [index for index, param in enumerate(segment.sharded) if param.grad is None]
         if len(fresh) == len(segment.sharded) or segment.grad is None:
@@ -230,18 +253,30 @@ class Unit:
             for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values():
                 hook(param)
 
+    def _hooked(self, segment: Segment, fresh: torch.Tensor) -> torch.Tensor:
+        """Shows each fresh gradient to the hooks of its sharded parameter, as autograd would, and returns the shard."""
+        shard = segment.master.sibling(segment.master.placement, fresh)
+        for index, param in enumerate(segment.sharded):
+            for hook in (param._backward_hooks or {}).values():
+                grad = hook(shard.tensor(index))
+                if grad is not None:
+                    _copy_in(shard.run(index), grad, param, f"a hook of {segment.members[index].name} returned")
+        return fresh
+
     # --- aliases ---
 
     def realias(self) -> None:
         """Makes parameters and gradients lie in their shards again, whatever was assigned to them meanwhile.
 
-        ``param.data = ...``, ``param.grad = ...``, ``load_state_dict(assign=True)`` and the like leave a stranger where
-        a view of the shard should be. A stranger's values are copied in and the view is put back; nothing a user
-        assigned is ignored.
+        ``param.data = ...``, ``param.grad = ...`` and the like leave a stranger where a view of the shard should be. A
+        stranger's values are copied in and the view is put back; nothing a user assigned is ignored. Whole parameters
+        that were kept while their shards changed are freed.
 
         Raises:
-            ValueError: If a stranger has another shape or another cut.
+            ValueError: If a stranger has another shape or another cut, or a module holds another Parameter.
         """
+        if self._unsharded and any(s.gathered_version != s.master.local._version for s in self.segments):
+            self.reshard()
         for segment in self.segments:
             self._follow_requires_grad(segment)
             for index, member in enumerate(segment.members):
@@ -258,18 +293,38 @@ class Unit:
 
     def _realias_param(self, segment: Segment, index: int, member: Member) -> None:
         param, expected = segment.sharded[index], segment.master.run(index)
-        for module, attribute in member.homes:
-            held = module._parameters[attribute]
-            if (
-                held is not None
-                and held is not param
-                and held is not (segment.unsharded[index] if segment.unsharded else None)
-            ):
-                _copy_in(expected, held, param, f"{member.name} was replaced by")
-                module._parameters[attribute] = param
+        for held in self._strangers(segment, index, member):
+            home = home_of(held)
+            how = "replaced" if home is None else f"tied to {home.segment.members[home.at].name}"
+            raise ValueError(
+                f"{member.name} {tuple(param.shape)} was {how} after fully_shard planned it; tie and replace before the "
+                "parameters are first asked for, or copy the values in (copy_, load_state_dict)"
+            )
+        if param.dtype != expected.dtype:
+            raise ValueError(f"{member.name} is {param.dtype} in a shard of {expected.dtype}; convert the whole model")
         if param._local_tensor.data_ptr() != expected.data_ptr() and expected.numel():  # type: ignore[attr-defined]
             expected.copy_(param._local_tensor)  # type: ignore[attr-defined]
             param._local_tensor = expected  # type: ignore[attr-defined]
+
+    def adopt(self) -> None:
+        """Copies in the values of Parameters that modules hold instead of this unit's, and puts this unit's back.
+
+        For ``load_state_dict(assign=True)``.
+
+        Raises:
+            ValueError: If one has another shape or another cut.
+        """
+        for segment in self.segments:
+            for index, member in enumerate(segment.members):
+                for held in self._strangers(segment, index, member):
+                    _copy_in(segment.master.run(index), held, segment.sharded[index], f"{member.name} was replaced by")
+        self._swap("sharded")
+        self.realias()
+
+    def _strangers(self, segment: Segment, index: int, member: Member) -> list[nn.Parameter]:
+        known = (segment.sharded[index], segment.unsharded[index] if segment.unsharded else None)
+        held = (module._parameters.get(attribute) for module, attribute in member.homes)
+        return [param for param in held if param is not None and all(param is not own for own in known)]
 
     def _realias_grads(self, segment: Segment) -> None:
         if segment.grad is not None and all(param.grad is None for param in segment.sharded):
@@ -309,6 +364,36 @@ class Unit:
             segment.sharded.append(param)
             member.param = param  # the whole tensor is not kept alive
         return segment
+
+    def copied(self, memo: dict[int, Any]) -> Unit:
+        """Returns a unit of the same plan with a copy of the master shards and without gradients, for ``deepcopy``.
+
+        Args:
+            memo: Of the deepcopy; learns the unit and each of its parameters. ``move_in`` follows once it knows the
+                modules.
+        """
+        self.reshard()
+        twin = memo[id(self)] = copy.copy(self)
+        twin.controls = copy.deepcopy(self.controls, memo)
+        twin._gathers, twin._reduces = [], []
+        twin.segments = [twin._copied_segment(segment, memo) for segment in self.segments]
+        return twin
+
+    def _copied_segment(self, old: Segment, memo: dict[int, Any]) -> Segment:
+        master = old.master.sibling(old.master.placement, old.master.local.clone())
+        segment = Segment(old.plan, [replace(member) for member in old.members], master, old.trainable)
+        for index, (member, param) in enumerate(zip(segment.members, old.sharded, strict=True)):
+            twin = memo[id(param)] = nn.Parameter(master.tensor(index), requires_grad=param.requires_grad)
+            twin.__dict__.update(copy.deepcopy(_own_attributes(param), memo) | {HOME: Home(self, segment, index)})
+            segment.sharded.append(twin)
+            member.param = twin
+        return segment
+
+    def move_in(self, memo: dict[int, Any]) -> None:
+        """Points a copied unit at the copied modules."""
+        for segment in self.segments:
+            for member in segment.members:
+                member.homes = [(memo[id(module)], attribute) for module, attribute in member.homes]
 
     def apply_(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Moves or casts the master shards by ``fn``, as ``nn.Module._apply`` does.
