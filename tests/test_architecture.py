@@ -16,7 +16,8 @@ LEVELS = (
     {"block"},
     {"planner"},
     {"segments"},
-    {"collectives", "placement"},
+    {"collectives", "placement", "counting"},
+    {"streams"},
     {"ragged_tensor"},
     {"dbuffer"},
     {"anatomy"},
@@ -30,6 +31,7 @@ LEVELS = (
 # Private names that vescale, optimizers and models use; each is imported below.
 PRIVATE = {
     "torch._C._current_graph_task_id": "whether a backward is running: tells recomputation from a failed iteration",
+    "torch._C._will_engine_execute_node": "models.Linear: whether a backward adds to the gradient or only asks for it",
     "torch._foreach_mul_": "clip_grad_norm_: one launch for all gradients",
     "torch.Tensor._dtensor__new__": "the only way to make a DTensor subclass",
     "torch.autograd.Variable._execution_engine": "queue_callback at the end of backward, as FSDP2",

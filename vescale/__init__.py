@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vescale.block import Block as Block
+    from vescale.counting import Counters as Counters
+    from vescale.counting import counters as counters
     from vescale.dbuffer import DBuffer as DBuffer
     from vescale.fsdp import fully_shard as fully_shard
     from vescale.fsdp import register_fsdp_forward_method as register_fsdp_forward_method
@@ -24,7 +26,8 @@ if TYPE_CHECKING:
     from vescale.rule import Rules as Rules
 
 _HOME = {
-    "Block": "block", "DBuffer": "dbuffer", "FSDPModule": "fsdp_module", "fully_shard": "fsdp",
+    "Block": "block", "Counters": "counting", "counters": "counting",
+    "DBuffer": "dbuffer", "FSDPModule": "fsdp_module", "fully_shard": "fsdp",
     "register_fsdp_forward_method": "fsdp",
     "clip_grad_norm_": "grad_norm", "Optimizer": "optimizer", "RaggedShard": "placement",
     "RaggedTensor": "ragged_tensor", "distribute": "ragged_tensor", "from_local": "ragged_tensor",

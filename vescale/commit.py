@@ -53,9 +53,7 @@ def _commit(root: ShardState) -> None:
     plans = _plan([(state, members[id(state)], state.mesh.size()) for state in fresh])  # type: ignore[union-attr]
     for state, segments in zip(fresh, plans, strict=True):
         assert state.mesh is not None
-        state.unit = Unit(
-            members[id(state)], segments, state.mesh, mp_policy=state.mp_policy, controls=state.controls
-        )
+        state.unit = Unit(members[id(state)], segments, state.mesh, mp_policy=state.mp_policy, controls=state.controls)
         state.committed = True
     tree = Tree(states, survey(root))
     for state in states:

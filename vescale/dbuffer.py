@@ -84,6 +84,7 @@ class DBuffer:
     sharded: bool  # whether the local tensor is one shard
     placement: Placement  # of the flat buffer, over the mesh
     local: torch.Tensor  # padding is zero in every sharded buffer that somebody reads
+    _slot: torch.Tensor  # made once: a buffer is gathered and reduced many times
 
     def __init__(
         self,
@@ -103,6 +104,8 @@ class DBuffer:
                 f"DBuffer {placement}: expected a flat local tensor of {expected} elements, got {tuple(local.shape)}"
             )
         self.layout, self.plan, self.placement, self.local = layout, layout.plan, placement, local
+        size = layout.plan.shard_size
+        self._slot = local if self.sharded else local[layout.rank * size : (layout.rank + 1) * size]
 
     @classmethod
     def zeros(
@@ -133,10 +136,14 @@ class DBuffer:
         """Ranks that share the buffer."""
         return self.layout.group
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the local tensor, also while its storage is freed."""
+        return self.local.nbytes
+
     def slot(self) -> torch.Tensor:
         """This rank's shard of the buffer, (S,): the whole local tensor, or its part of a gathered or partial one."""
-        size = self.plan.shard_size
-        return self.local if self.sharded else self.local[self.rank * size : (self.rank + 1) * size]
+        return self._slot
 
     def view(self, index: int) -> torch.Tensor:
         """Tensor ``index`` whole, in its logical shape, as a view of a gathered or partial buffer.
@@ -177,10 +184,13 @@ class DBuffer:
         """
         if not self.sharded:
             raise ValueError(f"all_gather: expected a sharded DBuffer, got {self.placement}")
-        full = self.local.new_empty(self.plan.numel) if out is None else out
-        gathered = self.sibling(Replicate(), full)
-        gathered.slot().copy_(self.local)
-        return gathered, collectives.all_gather(full, gathered.slot(), group=self.group, async_op=async_op)
+        gathered = self.sibling(Replicate(), self.local.new_empty(self.plan.numel) if out is None else out)
+        return gathered, self.gather_into(gathered, async_op=async_op)
+
+    def gather_into(self, full: DBuffer, *, async_op: bool = False) -> collectives.Handle | None:
+        """As ``all_gather``, into a gathered buffer that exists; returns the handle when ``async_op``."""
+        full._slot.copy_(self.local)
+        return collectives.all_gather(full.local, full._slot, group=self.group, async_op=async_op)
 
     def reduce_scatter(self, *, async_op: bool = False) -> tuple[DBuffer, collectives.Handle | None]:
         """Partial to sharded, by summing; the result lies in this rank's slot, in place.
@@ -194,10 +204,16 @@ class DBuffer:
         Raises:
             ValueError: If the buffer is not partial.
         """
+        return self.sibling(Shard(0), self._slot), self.reduce_into(self._slot, async_op=async_op)
+
+    def reduce_into(self, out: torch.Tensor, *, async_op: bool = False) -> collectives.Handle | None:
+        """As ``reduce_scatter``, into ``out`` (S,), of the same dtype; returns the handle when ``async_op``.
+
+        This buffer must outlive the handle.
+        """
         if self.placement != Partial():
             raise ValueError(f"reduce_scatter: expected a partial DBuffer, got {self.placement}")
-        work = collectives.reduce_scatter(self.slot(), self.local, group=self.group, async_op=async_op)
-        return self.sibling(Shard(0), self.slot()), work
+        return collectives.reduce_scatter(out, self.local, group=self.group, async_op=async_op)
 
     def zero_gaps(self) -> None:
         """Zeroes the elements that belong to no tensor, so that nothing of a recycled storage is ever reduced."""

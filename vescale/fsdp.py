@@ -149,7 +149,9 @@ def _check_options(
     if not (reshard is None or isinstance(reshard, bool)):
         missing.append(f"reshard_after_forward={reshard!r}; use True, False or None")
     if placement_fn is not None:
-        missing.append("shard_placement_fn; say by block_of what must stay whole, any shape goes on any number of ranks")
+        missing.append(
+            "shard_placement_fn; say by block_of what must stay whole, any shape goes on any number of ranks"
+        )
     if offload is not None and type(offload) is not OffloadPolicy:
         missing.append(f"{type(offload).__name__}; use OffloadPolicy()")
     if dims is not None:

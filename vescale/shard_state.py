@@ -62,11 +62,15 @@ class Tree:
         twin.states, twin.order = copy.deepcopy(self.states, memo), copy.deepcopy(self.order, memo)
         return twin
 
-    def finish_reduce(self) -> None:
-        """Waits for the reduce-scatters in flight."""
-        if self.reducing is not None:
-            self.reducing.wait_reduce()
-            self.reducing = None
+    def finish_reduce(self, then: Unit | None = None) -> None:
+        """Waits for the reduce-scatters in flight, and starts those of ``then``, behind which the landed unit steps."""
+        landed, self.reducing = self.reducing, then
+        if landed is not None:
+            landed.wait_reduce()
+        if then is not None:
+            then.reduce()
+        if landed is not None:
+            landed.step()
 
     def reset(self) -> None:
         """Forgets an iteration that did not end, and frees what it held."""
@@ -266,9 +270,8 @@ class ShardState:
 
     def _reduce(self) -> None:
         if self.controls.requires_gradient_sync:
-            self.tree.finish_reduce()
-            self.unit.reduce()
-            self.tree.reducing, self.owes = self.unit, False
+            self.tree.finish_reduce(self.unit)
+            self.owes = False
 
     def _end_backward(self) -> None:
         """Runs once when autograd is done.

@@ -8,19 +8,26 @@ Every parameter is two ``nn.Parameter`` objects, made once and swapped in ``modu
 
     unshard()    master shard --cast--> its slot of `full`, all-gather in place; the views are the parameters
     reshard()    storage of `full` freed; the views stay, and become valid again with the next unshard
-    reduce()     `grad_full`, each gradient written once, is reduce-scattered in place and added to the shard
+    reduce()     `grad_full`, each gradient written once, is reduce-scattered; the sum is the gradient shard, or is
+                 added to it
+
+A gradient reaches `grad_full` in one of two ways. A layer that knows the contract asks its weight for
+``weight.grad_slot()``, writes there, and sets ``weight.grad_slot_written`` (the first write replaces, later ones add:
+tied weights, several forwards, accumulated micro-batches). Any other gradient is copied there, once, by a hook.
 
 Buffers of one segment (S = shard size, m ranks)::
 
     master       (S,)      stored dtype   lives always
     full         (m * S,)  param_dtype    unshard to reshard
     grad_full    (m * S,)  reduce_dtype   first gradient to the end of the reduce-scatter
-    grad         (S,)      stored dtype   first reduce to ``zero_grad``; ``param.grad`` are views of it
+    grad         (S,)      stored dtype   reduce to ``zero_grad``; ``param.grad`` are views of it
 """
 
 from __future__ import annotations
 
 import copy
+import functools
+import os.path
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -30,12 +37,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Partial, Replicate
+from torch.profiler import record_function
 
 from vescale.block import Block, Lattice
-from vescale.collectives import Handle
+from vescale.counting import Counters
 from vescale.dbuffer import DBuffer
 from vescale.planner import SegmentPlan, TensorSpec
 from vescale.ragged_tensor import RaggedTensor
+from vescale.streams import Flight, lanes_of
 
 HOME = "_vescale_home"  # attribute of a sharded parameter: its Home
 PENDING = "_vescale_pending"  # attribute of a whole parameter that a sharded one will replace
@@ -64,8 +73,16 @@ class Segment:
     full: DBuffer | None = None
     grad_full: DBuffer | None = None
     grad: DBuffer | None = None
-    written: set[int] = field(default_factory=set)  # members whose slot of grad_full holds a gradient
     gathered_version: int = 0  # of the master shard, when it was gathered last
+
+
+class Reduction(NamedTuple):
+    """A reduce-scatter under way: `partial` must live until it has landed in `shard`, (S,) reduce_dtype."""
+
+    segment: Segment
+    partial: DBuffer
+    shard: torch.Tensor
+    flight: Flight
 
 
 class Home(NamedTuple):
@@ -107,6 +124,9 @@ class Unit:
     mesh: DeviceMesh
     mp_policy: MixedPrecisionPolicy
     controls: Controls
+    counters: Counters
+    name: str  # of the modules, as far as its parameters' names agree; labels the profiler's ranges
+    after_reduce: Callable[[Unit], None] | None  # called when fresh gradients lie in the shards; may step and free them
 
     def __init__(
         self,
@@ -118,11 +138,14 @@ class Unit:
         controls: Controls,
     ) -> None:
         self.mesh, self.mp_policy, self.controls = mesh, mp_policy, controls
-        self._gathers: list[Handle | None] = []
-        self._reduces: list[tuple[Segment, DBuffer, Handle | None]] = []
+        self.counters, self.after_reduce = Counters(), None
+        self.name = _common_name([member.name for member in members])
+        self._gathers: list[Flight] = []
+        self._reduces: list[Reduction] = []
         self._unsharded = False
-        self.segments = [self._segment(plan, members) for plan in plans]
-        self.reshard()
+        with torch.inference_mode(False):  # the first forward may be an inference, the next one is not
+            self.segments = [self._segment(plan, members) for plan in plans]
+        self._swap("sharded")
 
     def homes(self) -> list[tuple[nn.Module, str]]:
         """Every module attribute that is one of this unit's parameters."""
@@ -144,24 +167,34 @@ class Unit:
         if self._unsharded:
             return
         self._unsharded = True
-        for segment in self.segments:
-            full = self._full(segment)
-            full.local.untyped_storage().resize_(full.local.numel() * full.local.element_size())
-            with torch.no_grad():
-                self._gathers.append(segment.master.all_gather(full.local, async_op=True)[1])
-            segment.gathered_version = segment.master.local._version
+        with torch.no_grad(), record_function(f"vescale.gather {self.name}"):
+            for segment in self.segments:
+                self._gathers.append(self._gather(segment))
+
+    def _gather(self, segment: Segment) -> Flight:
+        full, master = self._full(segment), segment.master
+        full.local.untyped_storage().resize_(full.nbytes)
+        segment.gathered_version = master.local._version
+        self.counters.gathers += 1
+        self.counters.gather_bytes += full.nbytes
+        self.counters.cast_bytes += full.nbytes // full.plan.num_ranks
+        lane = lanes_of(full.local.device).gather
+        return lane.launch(lambda async_op: master.gather_into(full, async_op=async_op), full.local)
 
     def wait_unshard(self) -> None:
         """Waits for the all-gathers and puts the whole parameters into the modules."""
-        for work in self._gathers:
-            if work is not None:
-                work.wait()
-        if self._gathers:
-            self._gathers.clear()
-            self._swap("unsharded")
+        if not self._gathers:
+            return
+        with record_function(f"vescale.wait_gather {self.name}"):
+            for flight in self._gathers:
+                flight.wait()
+        self._gathers.clear()
+        self._swap("unsharded")
 
     def reshard(self) -> None:
         """Frees the gathered buffers and puts the sharded parameters back."""
+        if not self._unsharded:
+            return
         self.wait_unshard()
         for segment in self.segments:
             if segment.full is not None:
@@ -174,59 +207,75 @@ class Unit:
 
         Every trainable segment takes part, also where this rank wrote nothing: sizes are a function of the plan only.
         """
-        for segment in self.segments:
-            if not segment.trainable:
-                continue
-            partial = self._grad_full(segment)
-            for index in set(range(len(segment.members))) - segment.written:
+        with torch.no_grad(), record_function(f"vescale.reduce {self.name}"):
+            for segment in self.segments:
+                if segment.trainable:
+                    self._reduces.append(self._start_reduce(segment))
+
+    def _start_reduce(self, segment: Segment) -> Reduction:
+        partial, segment.grad_full = self._grad_full(segment), None
+        for index, param in enumerate(segment.unsharded):
+            if param.grad_slot_written:  # type: ignore[attr-defined]
+                param.grad_slot_written = False  # type: ignore[attr-defined]
+            else:
                 partial.view(index).zero_()
-            partial.zero_gaps()
-            shard, work = partial.reduce_scatter(async_op=True)
-            self._reduces.append((segment, shard, work))
-            segment.grad_full = None
-            segment.written.clear()
+        partial.zero_gaps()
+        self.counters.reduces += 1
+        self.counters.reduce_bytes += partial.nbytes
+        shard = partial.local.new_empty(partial.plan.shard_size)
+        lane = lanes_of(shard.device).reduce
+        flight = lane.launch(lambda async_op: partial.reduce_into(shard, async_op=async_op), partial.local, shard)
+        return Reduction(segment, partial, shard, flight)
 
     def wait_reduce(self) -> None:
         """Waits for the reduce-scatters and adds their results, scaled, to the gradients of the sharded parameters."""
-        for segment, shard, work in self._reduces:
-            if work is not None:
-                work.wait()
-            self._accumulate(segment, shard.local)
-        self._reduces.clear()
+        while self._reduces:
+            with torch.no_grad(), record_function(f"vescale.wait_reduce {self.name}"):
+                segment, partial, shard, flight = self._reduces.pop(0)
+                flight.wait()
+                del partial
+                self._accumulate(segment, shard)
+
+    def step(self) -> None:
+        """Calls ``after_reduce``, once the gradients are in."""
+        if self.after_reduce is not None:
+            with record_function(f"vescale.step {self.name}"):
+                self.after_reduce(self)
 
     @property
     def has_unreduced(self) -> bool:
         """Whether backward wrote gradients that no reduce has taken yet."""
-        return any(segment.written for segment in self.segments)
+        return any(segment.grad_full is not None for segment in self.segments)
 
     def drop(self) -> None:
         """Forgets gradients in flight and frees what was gathered: the way back to a clean state after an exception."""
-        for _, _, work in self._reduces:
-            if work is not None:
-                work.wait()
+        for reduction in self._reduces:
+            reduction.flight.wait()
         self._reduces.clear()
         for segment in self.segments:
             segment.grad_full = None
-            segment.written.clear()
             for param in segment.unsharded:
-                param.grad = None
+                param.grad, param.grad_slot_written = None, False  # type: ignore[attr-defined]
         self.reshard()
 
     # --- gradients ---
 
-    def _write(self, segment: Segment, index: int) -> Callable[[torch.Tensor], None]:
-        """The post-accumulate hook of one unsharded parameter: its gradient goes to its slot, by one copy."""
+    def _slot(self, segment: Segment, index: int) -> torch.Tensor:
+        """Where the gradient of a whole parameter is to be written; ``param.grad_slot``."""
+        self.counters.grads_in_place += 1
+        return self._grad_full(segment).view(index)
 
-        def hook(param: torch.Tensor) -> None:
-            slot = self._grad_full(segment).view(index)
-            if index in segment.written:
-                slot.add_(param.grad)  # type: ignore[arg-type]
-            else:
-                slot.copy_(param.grad)  # type: ignore[arg-type]
-                segment.written.add(index)
-            param.grad = None
-
-        return hook
+    def _take(self, segment: Segment, index: int, param: Any) -> None:
+        """The post-accumulate hook of a whole parameter: its gradient goes to its slot, by one copy."""
+        grad, param.grad = param.grad, None
+        slot = self._grad_full(segment).view(index)
+        if param.grad_slot_written:
+            slot.add_(grad)
+        else:
+            slot.copy_(grad)
+            param.grad_slot_written = True
+        self.counters.grad_copies += 1
+        self.counters.grad_copy_bytes += slot.nbytes
 
     def _accumulate(self, segment: Segment, reduced: torch.Tensor) -> None:
         """gradient shard = (what was there) + multiplier * reduced, in the master's dtype."""
@@ -236,11 +285,15 @@ class Unit:
             multiplier = 1.0
         if any(param._backward_hooks for param in segment.sharded):
             reduced, multiplier = self._hooked(segment, reduced.to(segment.master.local.dtype) * multiplier), 1.0
-        self._realias_grads(segment)  # a hook or a user may have put another gradient there
         fresh = [index for index, param in enumerate(segment.sharded) if param.grad is None]
+        if len(fresh) < len(segment.sharded):
+            self._realias_grads(segment)  # a hook or a user may have put another gradient there
         if len(fresh) == len(segment.sharded) or segment.grad is None:
-            segment.grad = segment.master.sibling(segment.master.placement, torch.empty_like(segment.master.local))
-            torch.mul(reduced.to(segment.grad.local.dtype), multiplier, out=segment.grad.local)
+            # What arrived is the gradient: nothing is copied, unless its dtype is not the master's.
+            grad = reduced.to(segment.master.local.dtype)
+            segment.grad = segment.master.sibling(segment.master.placement, grad)
+            if multiplier != 1.0:
+                grad.mul_(multiplier)
         else:
             for index in fresh:
                 segment.grad.run(index).zero_()
@@ -278,9 +331,10 @@ class Unit:
         if self._unsharded and any(s.gathered_version != s.master.local._version for s in self.segments):
             self.reshard()
         for segment in self.segments:
-            self._follow_requires_grad(segment)
-            for index, member in enumerate(segment.members):
-                self._realias_param(segment, index, member)
+            if not _intact(segment):
+                self._follow_requires_grad(segment)
+                for index, member in enumerate(segment.members):
+                    self._realias_param(segment, index, member)
             self._realias_grads(segment)
 
     def _follow_requires_grad(self, segment: Segment) -> None:
@@ -337,11 +391,9 @@ class Unit:
         grad = param.grad
         if segment.grad is None:
             segment.grad = segment.master.sibling(segment.master.placement, torch.zeros_like(segment.master.local))
-        expected = segment.grad.run(index)
-        if isinstance(grad, RaggedTensor) and (
-            grad._local_tensor.data_ptr() == expected.data_ptr() or not expected.numel()
-        ):
+        if isinstance(grad, RaggedTensor) and _lies_in(grad, segment.grad, index):
             return
+        expected = segment.grad.run(index)
         _copy_in(expected, grad, param, f"{segment.members[index].name}.grad is")  # type: ignore[arg-type]
         param.grad = segment.grad.tensor(index)
 
@@ -375,7 +427,7 @@ class Unit:
         self.reshard()
         twin = memo[id(self)] = copy.copy(self)
         twin.controls = copy.deepcopy(self.controls, memo)
-        twin._gathers, twin._reduces = [], []
+        twin._gathers, twin._reduces, twin.counters, twin.after_reduce = [], [], Counters(), None
         twin.segments = [twin._copied_segment(segment, memo) for segment in self.segments]
         return twin
 
@@ -435,7 +487,9 @@ class Unit:
         param.data = view  # through .data, so that it has a version counter of its own
         param.__dict__.update(_own_attributes(segment.sharded[index]))
         if trainable:
-            param.register_post_accumulate_grad_hook(self._write(segment, index))
+            param.grad_slot = functools.partial(self._slot, segment, index)  # type: ignore[attr-defined]
+            param.register_post_accumulate_grad_hook(functools.partial(self._take, segment, index))
+        param.grad_slot_written = False  # type: ignore[attr-defined]
         return param
 
     def _grad_full(self, segment: Segment) -> DBuffer:
@@ -450,6 +504,33 @@ class Unit:
             for member, param in zip(segment.members, getattr(segment, side), strict=True):
                 for module, attribute in member.homes:
                     module._parameters[attribute] = param
+
+
+def _intact(segment: Segment) -> bool:
+    """Whether modules hold the segment's own parameters, these lie in the master shard, and nobody was frozen since."""
+    wholes = segment.unsharded or segment.sharded
+    segment.trainable = any(param.requires_grad for param in segment.sharded)
+    for index, (param, whole, member) in enumerate(zip(segment.sharded, wholes, segment.members, strict=True)):
+        if param.requires_grad != whole.requires_grad or not _lies_in(param, segment.master, index):
+            return False
+        for module, attribute in member.homes:
+            held = module._parameters.get(attribute)
+            if held is not param and held is not whole:
+                return False
+    return True
+
+
+def _lies_in(tensor: Any, buffer: DBuffer, index: int) -> bool:
+    """Whether a sharded tensor's run is the run of ``index`` in a sharded buffer; empty runs lie anywhere."""
+    run, (start, stop) = tensor._local_tensor, buffer.layout.spans[index]
+    at = buffer.local.data_ptr() + start * buffer.local.element_size()
+    return run.dtype == buffer.local.dtype and (start == stop or run.data_ptr() == at)
+
+
+def _common_name(names: Sequence[str]) -> str:
+    """The dotted prefix that all names share: ``layers.0`` of ``layers.0.up.weight`` and ``layers.0.norm.weight``."""
+    paths = [name.split(".")[:-1] for name in names]
+    return ".".join(os.path.commonprefix(paths)) if paths else ""
 
 
 def member_specs(members: Sequence[Member]) -> list[TensorSpec]:
@@ -474,7 +555,8 @@ def member_specs(members: Sequence[Member]) -> list[TensorSpec]:
 
 def _own_attributes(param: torch.Tensor) -> dict[str, Any]:
     """What a user attached to a parameter; both sides of it carry that."""
-    return {name: value for name, value in param.__dict__.items() if name not in (HOME, PENDING)}
+    ours = (HOME, PENDING, "grad_slot", "grad_slot_written")
+    return {name: value for name, value in param.__dict__.items() if name not in ours}
 
 
 def _device(members: Sequence[Member], mesh: DeviceMesh) -> torch.device:

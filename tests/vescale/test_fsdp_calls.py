@@ -335,9 +335,7 @@ def _casts(system: System, cast: bool, output: torch.dtype | None) -> Numbers:
     )
     system.shard(model, mesh=system.mesh, mp_policy=policy)
     xs = [torch.randn(4, 6, requires_grad=i == 0) for i in range(5)]
-    out = model(
-        Both(xs[0], xs[1]), Pair(xs[2], {"x": [xs[3]]}), nested={"y": {"z": xs[4]}, "index": torch.arange(3)}
-    )
+    out = model(Both(xs[0], xs[1]), Pair(xs[2], {"x": [xs[3]]}), nested={"y": {"z": xs[4]}, "index": torch.arange(3)})
     wanted = torch.bfloat16 if cast else torch.float32
     assert model.seen == [wanted] * 5 + [torch.int64], model.seen
     tensors = {"a": out["both"].a, "b": out["both"].b, "c": out["pair"].a, "index": out["pair"].rest["index"]}
