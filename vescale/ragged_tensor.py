@@ -380,6 +380,15 @@ def _equal(a: RaggedTensor, b: Any) -> bool:
     return bool(_reduced(same, a, dist.ReduceOp.MIN))
 
 
+def _unscale(tensors: Sequence[RaggedTensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
+    """GradScaler's unscaling; an overflow in one rank's run is seen by all."""
+    locals_ = [tensor._local_tensor for tensor in tensors if tensor._local_tensor.numel()]
+    if locals_:
+        torch._amp_foreach_non_finite_check_and_unscale_(locals_, found_inf, inv_scale)
+    for group in dict.fromkeys(tensor.group for tensor in tensors):
+        collectives.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=group)
+
+
 _REDUCTIONS: dict[Any, Callable[..., Any]] = {
     aten.linalg_vector_norm.default: _norm,
     aten.norm.Scalar: _norm,
@@ -391,6 +400,7 @@ _REDUCTIONS: dict[Any, Callable[..., Any]] = {
     aten.any.default: _extreme(torch.any, dist.ReduceOp.MAX, lambda dtype: False),
     aten.all.default: _extreme(torch.all, dist.ReduceOp.MIN, lambda dtype: True),
     aten.equal.default: _equal,
+    aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
 }
 
 
