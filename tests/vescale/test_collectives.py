@@ -1,4 +1,4 @@
-"""The collectives are torch's, whatever carries them; on gloo nothing is copied that travels."""
+"""The collectives are torch's, in place and in flight."""
 
 from __future__ import annotations
 
