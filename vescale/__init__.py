@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from vescale.backward_step import step_in_backward as step_in_backward
     from vescale.block import Block as Block
     from vescale.counting import Counters as Counters
     from vescale.counting import counters as counters
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "Block": "block", "Counters": "counting", "counters": "counting",
-    "DBuffer": "dbuffer", "FSDPModule": "fsdp_module", "fully_shard": "fsdp",
+    "DBuffer": "dbuffer", "step_in_backward": "backward_step", "FSDPModule": "fsdp_module", "fully_shard": "fsdp",
     "register_fsdp_forward_method": "fsdp",
     "clip_grad_norm_": "grad_norm", "Optimizer": "optimizer", "RaggedShard": "placement",
     "RaggedTensor": "ragged_tensor", "distribute": "ragged_tensor", "from_local": "ragged_tensor",

@@ -43,7 +43,8 @@ class Layout:
         self.plan, self.shapes, self.mesh = plan, tuple(tuple(shape) for shape in shapes), mesh
         self.rank, self.group = mesh.get_local_rank(), mesh.get_group()
         self.spans = [self._span(index) for index in range(len(self.shapes))]  # of each run in this rank's slot
-        self._specs: dict[tuple[int, torch.dtype], DTensorSpec] = {}
+        self.strides = [tuple(math.prod(shape[d + 1 :]) for d in range(len(shape))) for shape in self.shapes]
+        self._specs: dict[torch.dtype, list[DTensorSpec]] = {}
 
     def placement_of(self, index: int) -> RaggedShard:
         """What tensor ``index`` sees of the buffer's cut."""
@@ -54,10 +55,13 @@ class Layout:
 
     def wrap(self, index: int, run: torch.Tensor) -> RaggedTensor:
         """Returns the DTensor whose local tensor is ``run``: this rank's elements of tensor ``index``."""
-        key = (index, run.dtype)
-        if key not in self._specs:
-            self._specs[key] = from_local(run, self.mesh, [self.placement_of(index)], shape=self.shapes[index])._spec
-        return RaggedTensor(run, self._specs[key])
+        if run.dtype not in self._specs:
+            self._specs[run.dtype] = [
+                from_local(run.new_empty(stop - start), self.mesh, [self.placement_of(i)], shape=self.shapes[i])._spec
+                for i, (start, stop) in enumerate(self.spans)
+            ]
+        # Not through the constructor, which costs more than all of this: gradients are wrapped anew at every step.
+        return torch.Tensor._dtensor__new__(RaggedTensor, run, self._specs[run.dtype][index], requires_grad=False)
 
     def _span(self, index: int) -> tuple[int, int]:
         start, stop = self.plan.local(index, self.rank)
@@ -155,8 +159,7 @@ class DBuffer:
             raise ValueError(
                 f"{self.plan.tensors[index].name}: a sharded DBuffer has no whole tensor; call all_gather() first"
             )
-        start, shape = self.plan.offsets[index], self.layout.shapes[index]
-        return self.local[start : start + math.prod(shape)].view(shape)
+        return self.local.as_strided(self.layout.shapes[index], self.layout.strides[index], self.plan.offsets[index])
 
     def run(self, index: int) -> torch.Tensor:
         """This rank's run of tensor ``index``, (stop - start,), as a view of its slot."""

@@ -12,10 +12,12 @@ referenced by the flight until then.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.autograd.profiler
 
 from vescale.collectives import Handle
 
@@ -85,3 +87,13 @@ def lanes_of(device: torch.device) -> Lanes:
     if device not in _lanes:
         _lanes[device] = Lanes(device)
     return _lanes[device]
+
+
+_UNLABELLED = contextlib.nullcontext()
+
+
+def labelled(what: str, name: str) -> contextlib.AbstractContextManager[Any]:
+    """Returns a range of the profiler, ``vescale.<what> <name>``; nothing, at no cost, when none is recording."""
+    if torch.autograd.profiler._is_profiler_enabled:
+        return torch.autograd.profiler.record_function(f"vescale.{what} {name}")
+    return _UNLABELLED

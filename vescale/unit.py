@@ -37,14 +37,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Partial, Replicate
-from torch.profiler import record_function
 
 from vescale.block import Block, Lattice
 from vescale.counting import Counters
 from vescale.dbuffer import DBuffer
 from vescale.planner import SegmentPlan, TensorSpec
 from vescale.ragged_tensor import RaggedTensor
-from vescale.streams import Flight, lanes_of
+from vescale.streams import Flight, labelled, lanes_of
 
 HOME = "_vescale_home"  # attribute of a sharded parameter: its Home
 PENDING = "_vescale_pending"  # attribute of a whole parameter that a sharded one will replace
@@ -167,7 +166,7 @@ class Unit:
         if self._unsharded:
             return
         self._unsharded = True
-        with torch.no_grad(), record_function(f"vescale.gather {self.name}"):
+        with torch.no_grad(), labelled("gather", self.name):
             for segment in self.segments:
                 self._gathers.append(self._gather(segment))
 
@@ -185,7 +184,7 @@ class Unit:
         """Waits for the all-gathers and puts the whole parameters into the modules."""
         if not self._gathers:
             return
-        with record_function(f"vescale.wait_gather {self.name}"):
+        with labelled("wait_gather", self.name):
             for flight in self._gathers:
                 flight.wait()
         self._gathers.clear()
@@ -207,7 +206,7 @@ class Unit:
 
         Every trainable segment takes part, also where this rank wrote nothing: sizes are a function of the plan only.
         """
-        with torch.no_grad(), record_function(f"vescale.reduce {self.name}"):
+        with torch.no_grad(), labelled("reduce", self.name):
             for segment in self.segments:
                 if segment.trainable:
                     self._reduces.append(self._start_reduce(segment))
@@ -230,7 +229,7 @@ class Unit:
     def wait_reduce(self) -> None:
         """Waits for the reduce-scatters and adds their results, scaled, to the gradients of the sharded parameters."""
         while self._reduces:
-            with torch.no_grad(), record_function(f"vescale.wait_reduce {self.name}"):
+            with torch.no_grad(), labelled("wait_reduce", self.name):
                 segment, partial, shard, flight = self._reduces.pop(0)
                 flight.wait()
                 del partial
@@ -239,8 +238,14 @@ class Unit:
     def step(self) -> None:
         """Calls ``after_reduce``, once the gradients are in."""
         if self.after_reduce is not None:
-            with record_function(f"vescale.step {self.name}"):
+            with labelled("step", self.name):
                 self.after_reduce(self)
+
+    def forget_grads(self) -> None:
+        """Frees gradient shards of which no parameter holds a view any more."""
+        for segment in self.segments:
+            if all(param.grad is None for param in segment.sharded):
+                segment.grad = None
 
     @property
     def has_unreduced(self) -> bool:
@@ -268,6 +273,8 @@ class Unit:
     def _take(self, segment: Segment, index: int, param: Any) -> None:
         """The post-accumulate hook of a whole parameter: its gradient goes to its slot, by one copy."""
         grad, param.grad = param.grad, None
+        if grad is None:  # a layer wrote the slot and returned nothing
+            return
         slot = self._grad_full(segment).view(index)
         if param.grad_slot_written:
             slot.add_(grad)
