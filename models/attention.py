@@ -1,145 +1,262 @@
-"""Causal grouped-query attention with rotary positions in Hugging Face's half-split layout.
+"""Causal attention: grouped queries (Llama, Qwen3, Mixtral, GPT-OSS) and multi-head latent attention (DeepSeek-V3).
 
-A head's vector is rotated in planes (i, i + head_dim / 2), not (2i, 2i + 1) as in Meta's own files, so Hugging Face's
-weights are used as they lie, without a permutation.
+Which keys a query sees is one ``mask`` per forward, shared by all layers with the same window; None where it is plainly
+causal. Kernels, chosen by what is asked: PyTorch's fused attention for plain causal; FlexAttention on CUDA for packed
+documents, windows and sinks; elsewhere a written-out mask.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
+from models.layers import RMSNorm
 from models.linear import Linear
+from models.rope import rotate
 
-_LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+Mask = torch.Tensor | BlockMask | None
 
 
 class Attention(nn.Module):
-    """Self-attention; ``num_heads / num_kv_heads`` query heads share a key and a value head (arXiv 2305.13245)."""
+    """Self-attention; ``num_heads / num_kv_heads`` query heads share a key and a value head (arXiv 2305.13245).
 
-    def __init__(self, hidden_size: int, *, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    Args:
+        hidden_size: Elements of the residual stream.
+        num_heads: Query heads.
+        num_kv_heads: Key and value heads.
+        head_dim: Elements of a head.
+        bias: Whether the projections have biases.
+        qk_norm_eps: Normalise each head's query and key before rotating (arXiv 2505.09388, section 2); None: not.
+        sinks: A learned score per head that takes part in the softmax and gathers nothing (arXiv 2508.10925, 2.1.2).
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        bias: bool = False,
+        qk_norm_eps: float | None = None,
+        sinks: bool = False,
+    ) -> None:
         super().__init__()
         self.head_dim = head_dim
-        self.grouped = num_heads != num_kv_heads  # some kernels refuse enable_gqa even where it changes nothing
-        self.q_proj = Linear(hidden_size, num_heads * head_dim)
-        self.k_proj = Linear(hidden_size, num_kv_heads * head_dim)
-        self.v_proj = Linear(hidden_size, num_kv_heads * head_dim)
-        self.o_proj = Linear(num_heads * head_dim, hidden_size)
+        self.q_proj = Linear(hidden_size, num_heads * head_dim, bias=bias)
+        self.k_proj = Linear(hidden_size, num_kv_heads * head_dim, bias=bias)
+        self.v_proj = Linear(hidden_size, num_kv_heads * head_dim, bias=bias)
+        self.o_proj = Linear(num_heads * head_dim, hidden_size, bias=bias)
+        self.q_norm = None if qk_norm_eps is None else RMSNorm(head_dim, eps=qk_norm_eps)
+        self.k_norm = None if qk_norm_eps is None else RMSNorm(head_dim, eps=qk_norm_eps)
+        self.sinks = nn.Parameter(torch.zeros(num_heads)) if sinks else None
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mask: Mask = None) -> torch.Tensor:
         """Returns what each token gathers from those up to itself.
 
         Args:
             x: (b, s, hidden) floating point.
             cos: (s, 1, head_dim) same dtype, from ``rotary_table``.
             sin: (s, 1, head_dim) same dtype, likewise.
+            mask: From ``causal_mask``.
 
         Returns:
             (b, s, hidden), dtype of ``x``.
         """
         heads = (-1, self.head_dim)
-        query = rotate(self.q_proj(x).unflatten(-1, heads), cos, sin)
-        key = rotate(self.k_proj(x).unflatten(-1, heads), cos, sin)
+        query, key = self.q_proj(x).unflatten(-1, heads), self.k_proj(x).unflatten(-1, heads)
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
         value = self.v_proj(x).unflatten(-1, heads)
-        # Rotated as (b, s, heads, head_dim), where the projections left them contiguous; the kernels take the
-        # transposed strides.
-        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=self.grouped)
-        projected: torch.Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
+        out = attend(rotate(query, cos, sin), rotate(key, cos, sin), value, mask=mask, sinks=self.sinks)
+        projected: torch.Tensor = self.o_proj(out.flatten(2))
         return projected
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Returns ``x`` turned by each position's angles; (b, s, heads, head_dim), dtype of ``x``.
+class LatentAttention(nn.Module):
+    """Multi-head latent attention (arXiv 2405.04434, section 2.1): keys and values are expanded from one small vector.
 
-    Rolling by half a head swaps its halves, and ``sin`` carries the sign: ``(x1 cos - x2 sin, x2 cos + x1 sin)``
-    without negating or concatenating anything of the size of ``x``.
+    ::
+
+        x --q_a--> (q_lora)  --norm, q_b-->  heads x (nope + rope)                    query
+        x --kv_a-> (kv_lora) --norm, kv_b--> heads x (nope + v)                       key without position, value
+                   (rope)    --------------> the same for every head                  key's position
 
     Args:
-        x: (b, s, heads, head_dim) floating point.
-        cos: (s, 1, head_dim) same dtype.
-        sin: (s, 1, head_dim) same dtype, first half negated.
+        hidden_size: Elements of the residual stream.
+        num_heads: Heads.
+        q_lora_rank: Elements of the query's latent; None: queries are projected directly.
+        kv_lora_rank: Elements of the latent of key and value.
+        nope_dim: Elements of a head of query and key that do not rotate.
+        rope_dim: Those that do.
+        v_dim: Elements of a head of the value.
+        eps: Of the norms of the latents.
+        score_factor: Of the scores, beside ``1 / sqrt(nope_dim + rope_dim)``.
+        interleaved: The rotating elements lie as (2i, 2i + 1) in the weights and are sorted into halves here.
     """
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        num_heads: int,
+        q_lora_rank: int | None,
+        kv_lora_rank: int,
+        nope_dim: int,
+        rope_dim: int,
+        v_dim: int,
+        eps: float,
+        score_factor: float,
+        interleaved: bool,
+    ) -> None:
+        super().__init__()
+        self.num_heads, self.nope_dim, self.rope_dim, self.v_dim = num_heads, nope_dim, rope_dim, v_dim
+        self.kv_lora_rank, self.interleaved = kv_lora_rank, interleaved
+        self.scale = (nope_dim + rope_dim) ** -0.5 * score_factor
+        if q_lora_rank is None:
+            self.q_proj = Linear(hidden_size, num_heads * (nope_dim + rope_dim))
+        else:
+            self.q_a_proj = Linear(hidden_size, q_lora_rank)
+            self.q_a_layernorm = RMSNorm(q_lora_rank, eps=eps)
+            self.q_b_proj = Linear(q_lora_rank, num_heads * (nope_dim + rope_dim))
+        self.kv_a_proj_with_mqa = Linear(hidden_size, kv_lora_rank + rope_dim)
+        self.kv_a_layernorm = RMSNorm(kv_lora_rank, eps=eps)
+        self.kv_b_proj = Linear(kv_lora_rank, num_heads * (nope_dim + v_dim))
+        self.o_proj = Linear(num_heads * v_dim, hidden_size)
+        self.full_rank_query = q_lora_rank is None
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mask: Mask = None) -> torch.Tensor:
+        """Returns what each token gathers from those up to itself; as ``Attention.forward``, tables of ``rope_dim``."""
+        split = (self.nope_dim, self.rope_dim)
+        query = self.q_proj(x) if self.full_rank_query else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+        query_nope, query_rope = query.unflatten(-1, (self.num_heads, -1)).split(split, dim=-1)
+        latent, key_rope = self.kv_a_proj_with_mqa(x).split((self.kv_lora_rank, self.rope_dim), dim=-1)
+        expanded = self.kv_b_proj(self.kv_a_layernorm(latent)).unflatten(-1, (self.num_heads, -1))
+        key_nope, value = expanded.split((self.nope_dim, self.v_dim), dim=-1)
+        query_rope = rotate(self._halves(query_rope), cos, sin)
+        key_rope = rotate(self._halves(key_rope[:, :, None]), cos, sin).expand(-1, -1, self.num_heads, -1)
+        query, key = torch.cat((query_nope, query_rope), dim=-1), torch.cat((key_nope, key_rope), dim=-1)
+        out = attend(query, key, value, mask=mask, sinks=None, scale=self.scale)
+        projected: torch.Tensor = self.o_proj(out.flatten(2))
+        return projected
+
+    def _halves(self, x: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) if self.interleaved else x
 
 
-def rotary_table(
-    seq_len: int,
-    head_dim: int,
+def causal_mask(
+    num_tokens: int, *, documents: torch.Tensor | None, window: int | None, sinks: bool, device: torch.device
+) -> Mask:
+    """Returns which keys each query sees; None when that is every key up to itself and a kernel knows it by a flag.
+
+    Args:
+        num_tokens: Of each row.
+        documents: (num_tokens,) integers, the document of each token: others are not seen. None: one document.
+        window: Keys that a query sees, itself included; None: all.
+        sinks: Whether the attention has sinks, which the fused kernel does not know.
+        device: Of the tokens.
+
+    Returns:
+        None, a ``BlockMask`` on CUDA, or elsewhere (num_tokens, num_tokens) bool, True where query (row) sees key.
+    """
+    if window is not None and window >= num_tokens:
+        window = None
+    if documents is None and window is None and not sinks:
+        return None
+
+    def sees(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        seen = query >= key
+        if window is not None:
+            seen = seen & (query - key < window)
+        if documents is not None:
+            seen = seen & (documents[query] == documents[key])
+        return seen
+
+    if device.type == "cuda":
+        return create_block_mask(sees, None, None, num_tokens, num_tokens, device=device)
+    index = torch.arange(num_tokens, device=device)
+    return sees(None, None, index[:, None], index[None, :])
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
     *,
-    theta: float,
-    scaling: Mapping[str, Any] | None,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the cosines and signed sines of positions 0 to ``seq_len - 1``; each (seq_len, 1, head_dim) ``dtype``.
-
-    Angles are fp32. Computed at each forward rather than kept in a buffer: it costs a dozen kernels on few numbers, and
-    there is nothing that a ``.to(bfloat16)`` could round or a ``to_empty`` leave unset.
+    mask: Mask,
+    sinks: torch.Tensor | None,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Returns each query's mean of the values it sees, weighted by the softmax of its scores; (b, s, heads, v_dim).
 
     Args:
-        seq_len: Number of positions.
-        head_dim: Elements of one head, even.
-        theta: Base of the wavelengths, in ``2 pi theta**(2 i / head_dim)`` positions.
-        scaling: Hugging Face's ``rope_scaling``, or None.
-        dtype: Of the result.
-        device: Of the result.
+        query: (b, s, heads, head_dim) floating point.
+        key: (b, s, kv_heads, head_dim) same dtype; ``heads`` is a multiple of ``kv_heads``.
+        value: (b, s, kv_heads, v_dim) same dtype.
+        mask: From ``causal_mask``.
+        sinks: (heads,) floating point, or None.
+        scale: Of the scores; None: ``1 / sqrt(head_dim)``.
     """
-    positions = torch.arange(seq_len, dtype=torch.float32, device=device)
-    angles = torch.outer(positions, inverse_frequencies(head_dim, theta=theta, scaling=scaling, device=device))
-    cos, sin = angles.cos(), angles.sin()
-    table = torch.cat((cos, cos, -sin, sin), dim=-1).to(dtype)[:, None]
-    return table[..., :head_dim], table[..., head_dim:]
+    # Rotated as (b, s, heads, head_dim), where the projections left them contiguous; the kernels take the transposed
+    # strides.
+    query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    # Some kernels refuse enable_gqa even where it changes nothing.
+    options: dict[str, Any] = {"scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
+    if isinstance(mask, BlockMask):
+        out = _flex(query, key, value, mask, sinks, options, kernel=_compiled_flex())
+    elif sinks is not None:
+        assert mask is not None
+        out = _with_sinks(query, key, value, mask, sinks, scale)
+    elif mask is not None:
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, **options)
+    else:
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, **options)
+    return out.transpose(1, 2)
 
 
-def inverse_frequencies(
-    head_dim: int, *, theta: float, scaling: Mapping[str, Any] | None, device: torch.device
+def _flex(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: BlockMask,
+    sinks: torch.Tensor | None,
+    options: dict[str, Any],
+    *,
+    kernel: Callable[..., Any],
 ) -> torch.Tensor:
-    """Returns the angle per position of each plane of a head, in radians; (head_dim / 2,) float32.
-
-    ``theta**(-2 i / head_dim)`` (arXiv 2104.09864, section 3.2.2). With ``rope_type`` "llama3" planes that turn fewer
-    than ``low_freq_factor`` times within ``original_max_position_embeddings`` are slowed by ``factor``, those that turn
-    more than ``high_freq_factor`` times are left, and those between are interpolated (meta-llama/llama-models,
-    ``apply_scaling`` in models/llama3/model.py; in the order of huggingface/transformers modeling_rope_utils.py, for
-    the same bits).
-    """
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
-    frequencies = 1.0 / theta**exponents
-    if scaling is None or scaling["rope_type"] == "default":
-        return frequencies
-    factor, low, high, original = (scaling[key] for key in _LLAMA3_KEYS)
-    turns = original / (2 * math.pi / frequencies)
-    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    return (1 - kept) * frequencies / factor + kept * frequencies
+    """FlexAttention; a sink adds ``exp(sink)`` to the softmax's sum, so the rest shrinks by ``sigmoid(lse - sink)``."""
+    if sinks is None:
+        out: torch.Tensor = kernel(query, key, value, block_mask=mask, **options)
+        return out
+    out, aux = kernel(query, key, value, block_mask=mask, return_aux=AuxRequest(lse=True), **options)
+    kept = torch.sigmoid(aux.lse - sinks.float()[:, None])
+    return out * kept[..., None].to(out.dtype)
 
 
-def rope_problems(scaling: object) -> Iterator[str]:
-    """Yields what is wrong with a ``rope_scaling``, one line each; nothing when ``rotary_table`` will take it."""
-    if scaling is None:
-        return
-    if not isinstance(scaling, Mapping):
-        yield f"rope_scaling: expected None or a mapping with rope_type, got {scaling!r}"
-        return
-    rope_type = scaling.get("rope_type")
-    if rope_type not in ("default", "llama3"):
-        yield f"rope_scaling.rope_type: expected 'default' or 'llama3', got {rope_type!r}"
-        return
-    wanted = _LLAMA3_KEYS if rope_type == "llama3" else ()
-    for key in sorted(scaling.keys() - {"rope_type", *wanted}):
-        yield f"rope_scaling.{key}: not a key of rope_type {rope_type!r}, which takes {', '.join(wanted) or 'none'}"
-    bad = [key for key in wanted if not is_positive(scaling.get(key))]
-    for key in bad:
-        yield f"rope_scaling.{key}: expected a number > 0, got {scaling.get(key)!r}"
-    if wanted and not bad and not scaling["low_freq_factor"] < scaling["high_freq_factor"]:
-        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-        yield f"rope_scaling.low_freq_factor: expected less than high_freq_factor = {high}, got {low}"
+@cache
+def _compiled_flex() -> Callable[..., Any]:
+    return torch.compile(flex_attention, dynamic=False)
 
 
-def is_positive(value: object) -> bool:
-    """Returns whether ``value`` is a finite number above zero; a bool is not a number here."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
+def _with_sinks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    sinks: torch.Tensor,
+    scale: float | None,
+) -> torch.Tensor:
+    """The softmax written out, in fp32, with the sink as one more column that gathers nothing."""
+    group = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
+    scores = (query @ key.mT).float() * (query.shape[-1] ** -0.5 if scale is None else scale)
+    scores = scores.masked_fill(~mask, -torch.inf)
+    sink = sinks.float()[:, None, None].expand(*scores.shape[:-1], 1)
+    weights = torch.cat((scores, sink), dim=-1).softmax(dim=-1)[..., :-1]
+    return weights.to(value.dtype) @ value

@@ -21,34 +21,36 @@ from torch import nn
 
 
 class Linear(nn.Linear):
-    """``nn.Linear`` without a bias, NaN until it is initialised; gradients have the bits of ``nn.Linear``'s."""
+    """``nn.Linear``, without a bias unless asked, NaN until it is initialised; gradients have ``nn.Linear``'s bits."""
 
-    def __init__(self, in_features: int, out_features: int) -> None:
-        super().__init__(in_features, out_features, bias=False)
+    def __init__(self, in_features: int, out_features: int, *, bias: bool = False) -> None:
+        super().__init__(in_features, out_features, bias=bias)
 
     def reset_parameters(self) -> None:
-        """Fills the weight with NaN; called by the constructor of ``nn.Linear``."""
-        nn.init.constant_(self.weight, math.nan)
+        """Fills the parameters with NaN; called by the constructor of ``nn.Linear``."""
+        for parameter in self.parameters():
+            nn.init.constant_(parameter, math.nan)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Returns ``x`` times the transposed weight; (..., out_features), dtype of ``x``."""
-        return project(x, self.weight)
+        return project(x, self.weight, self.bias)
 
 
-def project(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Returns ``F.linear(x, weight)``, whose backward writes the weight's gradient into its slot if it has one.
+def project(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Returns ``F.linear(x, weight, bias)``, whose backward writes the weight's gradient into its slot if it has one.
 
     Inside a compiled region, and where autocast would cast the weight first, it is ``F.linear``.
 
     Args:
         x: (..., in) floating point.
         weight: (out, in) same dtype.
+        bias: (out,) same dtype, or None; its gradient goes the ordinary way.
     """
     if torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
-        return F.linear(x, weight)
+        return F.linear(x, weight, bias)
     if not (weight.requires_grad and torch.is_grad_enabled() and hasattr(weight, "grad_slot")):
-        return F.linear(x, weight)
-    out: torch.Tensor = _Project.apply(x, weight)
+        return F.linear(x, weight, bias)
+    out: torch.Tensor = _Project.apply(x, weight, bias)
     return out
 
 
@@ -56,20 +58,21 @@ class _Project(torch.autograd.Function):
     """The product; backward writes the weight's gradient and returns none for it, where that is what is asked."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.weight = weight  # what checkpointing gives back for a saved tensor lacks its attributes
-        return F.linear(x, weight)
+        return F.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         rows, inputs = grads[0].reshape(-1, weight.shape[0]), x.reshape(-1, weight.shape[1])
         grad_x = (rows @ weight).view(x.shape) if ctx.needs_input_grad[0] else None
+        grad_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
         if not _accumulates(ctx.next_functions[1][0]):
-            return grad_x, rows.t() @ inputs
+            return grad_x, rows.t() @ inputs, grad_bias
         write(ctx.weight, rows, inputs)
-        return grad_x, None
+        return grad_x, None, grad_bias
 
 
 def _accumulates(node: Any) -> bool:

@@ -13,24 +13,41 @@ PACKAGES = ("vescale", "optimizers", "models", "recipes")
 
 # Inside vescale a module imports only from rows above its own, or from its own row without a cycle.
 LEVELS = (
-    {"block"},
+    {"block", "shards"},
     {"planner"},
+    {"partitions"},
     {"segments"},
-    {"collectives", "placement", "counting"},
+    {"collectives", "placement", "checksum", "counting"},
     {"streams"},
     {"ragged_tensor"},
     {"dbuffer"},
     {"anatomy"},
+    {"member"},
+    {"aliases"},
     {"unit"},
-    {"shard_state", "commit", "fsdp_module", "fsdp", "rule", "run", "exchange", "optimizer", "grad_norm"},
+    {
+        "shard_state",
+        "commit",
+        "fsdp_module",
+        "fsdp",
+        "full_state",
+        "meta_init",
+        "rule",
+        "run",
+        "exchange",
+        "optimizer",
+        "grad_norm",
+    },
     {"backward_step"},
-    {"mesh", "checkpoint", "data", "tracking"},
+    {"mesh", "checkpoint", "data", "resolve", "tracking", "watchdog", "stop", "profile"},
+    {"saver", "record", "deterministic", "health", "journal", "job"},
     {"trainer"},
-    {"train"},
+    {"train", "report", "torchrun"},
 )
 
 # Private names that vescale, optimizers and models use; each is imported below.
 PRIVATE = {
+    "torch._C._distributed_c10d._dump_fr_trace_json": "which collectives each rank has called, when a run hangs",
     "torch._C._current_graph_task_id": "whether a backward is running: tells recomputation from a failed iteration",
     "torch._C._will_engine_execute_node": "models.Linear: whether a backward adds to the gradient or only asks for it",
     "torch._amp_foreach_non_finite_check_and_unscale_": "GradScaler.unscale_ on the runs of gradients",
@@ -39,6 +56,8 @@ PRIVATE = {
     "torch.autograd.profiler._is_profiler_enabled": "labels cost nothing while nobody records",
     "torch.autograd.Variable._execution_engine": "queue_callback at the end of backward, as FSDP2",
     "torch.distributed.tensor._dtensor_spec": "DTensorSpec and TensorMeta, which a DTensor is made of",
+    "torch.cuda.memory._dump_snapshot": "who holds the device's memory; torch documents it by this name",
+    "torch.cuda.memory._record_memory_history": "the same",
     "torch.nn.Parameter._post_accumulate_grad_hooks": "users' hooks fire on the sharded parameter",
     "torch.utils._pytree": "inputs and outputs of modules, arguments of operators",
 }

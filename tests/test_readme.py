@@ -12,9 +12,9 @@ import torch.distributed as dist
 README = Path(__file__).parents[1] / "README.md"
 
 
-def _code(heading: str) -> list[str]:
+def _code(heading: str, *, language: str = "python") -> list[str]:
     section = README.read_text().split(f"## {heading}\n")[1].split("\n## ")[0]
-    return re.findall(r"```python\n(.*?)```", section, flags=re.S)
+    return re.findall(rf"```{language}\n(.*?)```", section, flags=re.S)
 
 
 def _loop() -> float:
@@ -104,9 +104,17 @@ def test_the_drawing_has_the_planners_numbers() -> None:
 def test_the_recipe_composes(tmp_path: Path) -> None:
     from vescale.train import compose
 
-    section = README.read_text().split("## Add a recipe\n")[1].split("\n## ")[0]
-    recipe = re.findall(r"```yaml\n(.*?)```", section, flags=re.S)[0]
+    recipe = _code("Add a recipe", language="yaml")[0]
     (tmp_path / "recipe").mkdir()
     (tmp_path / "recipe" / "mine.yaml").write_text(recipe)
     config = compose(["--config-dir", str(tmp_path), "recipe=mine"])
     assert config["trainer"]["steps"] == 100 and "matrices" not in config["optimizer"]
+
+
+def test_a_rule_of_ones_own_composes(tmp_path: Path) -> None:
+    from vescale.train import compose
+
+    (tmp_path / "optimizer").mkdir()
+    (tmp_path / "optimizer" / "lion.yaml").write_text(_code("Write a rule", language="yaml")[0])
+    config = compose(["--config-dir", str(tmp_path), "optimizer=lion"])
+    assert config["optimizer"]["all"]["rule"] == {"_target_": "lion.Lion", "lr": 3e-4}

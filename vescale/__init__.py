@@ -17,7 +17,11 @@ if TYPE_CHECKING:
     from vescale.fsdp import fully_shard as fully_shard
     from vescale.fsdp import register_fsdp_forward_method as register_fsdp_forward_method
     from vescale.fsdp_module import FSDPModule as FSDPModule
+    from vescale.full_state import full_state_dict as full_state_dict
+    from vescale.full_state import iter_full_state as iter_full_state
+    from vescale.full_state import load_full as load_full
     from vescale.grad_norm import clip_grad_norm_ as clip_grad_norm_
+    from vescale.meta_init import materialize as materialize
     from vescale.optimizer import Optimizer as Optimizer
     from vescale.placement import RaggedShard as RaggedShard
     from vescale.ragged_tensor import RaggedTensor as RaggedTensor
@@ -30,6 +34,8 @@ _HOME = {
     "Block": "block", "Counters": "counting", "counters": "counting",
     "DBuffer": "dbuffer", "step_in_backward": "backward_step", "FSDPModule": "fsdp_module", "fully_shard": "fsdp",
     "register_fsdp_forward_method": "fsdp",
+    "full_state_dict": "full_state", "iter_full_state": "full_state", "load_full": "full_state",
+    "materialize": "meta_init",
     "clip_grad_norm_": "grad_norm", "Optimizer": "optimizer", "RaggedShard": "placement",
     "RaggedTensor": "ragged_tensor", "distribute": "ragged_tensor", "from_local": "ragged_tensor",
     "redistribute": "ragged_tensor", "Rules": "rule",

@@ -1,5 +1,4 @@
-"""Checkpoints: torch's distributed checkpoint of a run, written beside, sealed, renamed; loadable on any number of
-ranks.
+"""Checkpoints: torch's distributed checkpoint of a run, whole or not there, loadable on any number of ranks.
 
 ::
 
@@ -7,11 +6,12 @@ ranks.
       step_00000100/          whole: it has its seal
         __0_0.distcp ...      one or more files per rank, torch's format
         .metadata             which tensor lies where
+        record.json           what was trained: see vescale/record.py
         seal.json             extra values, and size and sha256 of every other file; written last
-      step_00000200.partial/  being written, or left by a run that was killed: never read, removed by the next save
+      step_00000200.partial/  being written, or left by a run that was killed: never read, removed by the next run
 
 The names in it are the parameters' plain names: ``model.<name>`` and ``optimizer.<name>.<state>``. They do not depend
-on the number of ranks, on units or on plans.
+on the number of ranks, on units or on plans. ``vescale/saver.py`` writes them.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,46 +31,57 @@ from torch import nn
 
 from vescale.optimizer import Optimizer
 
-SEAL = "seal.json"
+SEAL, RECORD = "seal.json", "record.json"
 PARTIAL = ".partial"
 GO_ON = "remove the folder to go on from an older one"
+RANDOM = "random."  # begins the names of random states, which belong to a rank
 
-
-def save(folder: Path, *, model: nn.Module, optimizer: Optimizer, extra: dict[str, Any], keep: int) -> None:
-    """Writes a checkpoint; it is at ``folder`` whole, or not at all.
-
-    Args:
-        folder: Where it will be; its parent holds the run's other checkpoints.
-        model: Parameters and persistent buffers are saved under ``model.``.
-        optimizer: Every state is saved under ``optimizer.``.
-        extra: JSON values of rank 0, returned by ``load``.
-        keep: Checkpoints that stay in the parent folder, > 0; older ones are removed once this one is whole.
-
-    Raises:
-        ValueError: Unless the folder is called ``step_`` and a number, and ``keep`` is > 0.
-        OSError: On every rank, if one cannot write.
-    """
-    if not (folder.name.startswith("step_") and folder.name[5:].isdigit()) or keep < 1:
-        raise ValueError(f"checkpoint.save: expected a folder step_<number> and keep > 0, got {folder.name} and {keep}")
-    partial = folder.with_name(folder.name + PARTIAL)
-    _together(lambda: _clear(partial) if dist.get_rank() == 0 else None)
-    tensors = _tensors(model, optimizer)
-    tensors[f"random.{dist.get_rank()}"] = torch.get_rng_state()
-    _together(lambda: _write(tensors, partial))
-    own = sorted(file for i, file in enumerate(_files(partial)) if i % dist.get_world_size() == dist.get_rank())
-    seals = _gather({file.name: _fingerprint(file) for file in own})
-    _together(lambda: _finish(partial, folder, extra, seals, keep) if dist.get_rank() == 0 else None)
+T = TypeVar("T")
 
 
 def newest(root: Path) -> Path | None:
     """Returns the newest whole checkpoint below ``root``, as rank 0 sees it, or None."""
-    best = next(reversed(_whole(root)), None)
-    return _from_rank_0(best) if dist.is_initialized() else best
+    best = next(reversed(whole(root)), None)
+    return from_rank_0(best) if dist.is_initialized() else best
+
+
+def whole(root: Path) -> list[Path]:
+    """Returns the whole checkpoints below ``root``, by step."""
+    found = [path for path in root.glob("step_*") if path.name[5:].isdigit() and (path / SEAL).is_file()]
+    return sorted(found, key=step_of)
+
+
+def step_of(path: Path) -> int:
+    """Returns the step of a checkpoint's folder."""
+    return int(path.name[5:])
+
+
+def newest_good(root: Path, *, rank: int = 0, world: int = 1) -> tuple[Path | None, dict[str, Any], list[str]]:
+    """Returns the newest checkpoint whose checksums agree, its extra values, and what is wrong with newer ones.
+
+    Without a process group every rank must be asked with ``rank=0, world=1``, or compare its answer with the others.
+
+    Args:
+        root: Holds the checkpoints.
+        rank: Which share of the files to compare.
+        world: Number of shares.
+
+    Raises:
+        ValueError: If there are checkpoints but none is good: nothing begins anew over somebody's work.
+    """
+    wrong: list[str] = []
+    for path in reversed(whole(root)):
+        try:
+            return path, verify(path, rank=rank, world=world), wrong
+        except ValueError as problem:
+            wrong.append(str(problem))
+    if wrong:
+        raise ValueError(f"no checkpoint below {root} is good: {'; '.join(wrong)}")
+    return None, {}, []
 
 
 def read_extra(path: Path) -> dict[str, Any]:
-    """Returns what ``save`` was given as ``extra``, after comparing the sizes of the files with the seal; reads no
-    tensors.
+    """Returns the extra values that were saved, after comparing the sizes of the files with the seal; reads no tensors.
 
     Raises:
         ValueError: If the seal cannot be read, or a file is missing or not of its length.
@@ -101,7 +113,7 @@ def verify(path: Path, *, rank: int = 0, world: int = 1) -> dict[str, Any]:
     """
     extra = read_extra(path)
     share = sorted(_read_seal(path)["files"].items())[rank::world]
-    wrong = [name for name, value in share if list(_fingerprint(path / name)) != list(value)]
+    wrong = [name for name, value in share if list(fingerprint(path / name)) != list(value)]
     if wrong:
         raise ValueError(f"checkpoint {path} is corrupt: checksum of {', '.join(wrong)} differs; {GO_ON}")
     return extra
@@ -111,6 +123,7 @@ def load(path: Path, *, model: nn.Module, optimizer: Optimizer, verified: bool =
     """Loads a checkpoint into the tensors of ``model`` and ``optimizer``, in place; returns its extra values.
 
     The number of ranks may differ from the one that saved. The random state is restored where this rank's was saved.
+    Every rank reads what it holds; nothing is communicated but whether all could.
 
     Args:
         path: A whole checkpoint, as ``newest`` returns it.
@@ -123,45 +136,74 @@ def load(path: Path, *, model: nn.Module, optimizer: Optimizer, verified: bool =
             another shape.
     """
     share = {"rank": dist.get_rank(), "world": dist.get_world_size()}
-    extra = _together(lambda: read_extra(path) if verified else verify(path, **share))
-    tensors = _tensors(model, optimizer)
-    metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    _compare(path, tensors, metadata)
-    random = f"random.{dist.get_rank()}"
-    if random in metadata:
-        tensors[random] = torch.get_rng_state()
-    dcp.load(tensors, checkpoint_id=path)
-    if random in metadata:
-        torch.set_rng_state(tensors[random])
+    extra = together(lambda: read_extra(path) if verified else verify(path, **share))
+    state, random = tensors(model, optimizer), random_state()
+    metadata = together(lambda: _compared(path, state))
+    random = {name: value for name, value in random.items() if name in metadata.state_dict_metadata}
+    together(lambda: read(path, {**state, **random}, metadata=metadata))
+    _restore(random)
     optimizer.state_was_loaded()
     return extra
+
+
+def read(path: Path, state: dict[str, torch.Tensor], *, metadata: Any = None) -> None:
+    """Reads this rank's part of every tensor of ``state`` into it; no communication.
+
+    Args:
+        path: A whole checkpoint.
+        state: Plain or sharded tensors under their names in the checkpoint.
+        metadata: Of the checkpoint, where it was read already.
+    """
+    reader, planner = dcp.FileSystemReader(path), dcp.DefaultLoadPlanner()
+    metadata = metadata or reader.read_metadata()
+    planner.set_up_planner(state, metadata, is_coordinator=False)
+    reader.set_up_storage_reader(metadata, is_coordinator=False)
+    plan = reader.prepare_local_plan(planner.create_local_plan())
+    reader.read_data(planner.finish_plan(plan), planner).wait()
 
 
 # --- what is in it ---
 
 
-def _tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:
-    """Every tensor of the run under its name; tied parameters once, under their first name."""
+def tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:
+    """Returns every tensor of the run under its name; tied parameters once, under their first name."""
     seen: set[int] = set()
-    tensors: dict[str, torch.Tensor] = {}
+    found: dict[str, torch.Tensor] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if id(value) not in seen:
             seen.add(id(value))
-            tensors[f"model.{name}"] = value.detach()
-    return tensors | {f"optimizer.{name}": value for name, value in optimizer.named_state().items()}
+            found[f"model.{name}"] = value.detach()
+    return found | {f"optimizer.{name}": value for name, value in optimizer.named_state().items()}
 
 
-def _compare(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, Any]) -> None:
-    saved = {name for name in metadata if not name.startswith("random.")}
-    missing, surplus = sorted(tensors.keys() - saved), sorted(saved - tensors.keys())
+def random_state() -> dict[str, torch.Tensor]:
+    """Returns the states of this rank's random generators, under names that end with the rank."""
+    states = {f"{RANDOM}{dist.get_rank()}": torch.get_rng_state()}
+    if torch.cuda.is_initialized():
+        states[f"{RANDOM}cuda.{dist.get_rank()}"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _restore(random: Mapping[str, torch.Tensor]) -> None:
+    for name, value in random.items():
+        torch.cuda.set_rng_state(value) if name.startswith(f"{RANDOM}cuda.") else torch.set_rng_state(value)
+
+
+def _compared(path: Path, state: Mapping[str, torch.Tensor]) -> Any:
+    """Returns the checkpoint's metadata if it holds exactly the tensors of ``state``, and random states."""
+    metadata = dcp.FileSystemReader(path).read_metadata()
+    stored: dict[str, Any] = metadata.state_dict_metadata
+    there = {name: of for name, of in stored.items() if not name.startswith(RANDOM)}
+    missing, surplus = sorted(state.keys() - there.keys()), sorted(there.keys() - state.keys())
     shapes = [
-        f"{name} has shape {tuple(metadata[name].size)}, expected {tuple(tensors[name].shape)}"
-        for name in sorted(saved & tensors.keys())
-        if tuple(metadata[name].size) != tuple(tensors[name].shape)
+        f"{name} has shape {tuple(there[name].size)}, expected {tuple(state[name].shape)}"
+        for name in sorted(there.keys() & state.keys())
+        if tuple(there[name].size) != tuple(state[name].shape)
     ]
     problems = [f"lacks {_few(missing)}"] * bool(missing) + [f"also holds {_few(surplus)}"] * bool(surplus) + shapes[:8]
     if problems:
         raise ValueError(f"checkpoint {path} is of another model or optimizer: it {'; '.join(problems)}")
+    return metadata
 
 
 def _few(names: list[str]) -> str:
@@ -171,49 +213,30 @@ def _few(names: list[str]) -> str:
 # --- files ---
 
 
-def _clear(partial: Path) -> None:
-    """Removes what a killed run left, and makes the folder."""
-    for left in partial.parent.glob(f"*{PARTIAL}"):
-        shutil.rmtree(left) if left.is_dir() else left.unlink()
-    partial.mkdir(parents=True)
-
-
-def _write(tensors: dict[str, torch.Tensor], partial: Path) -> None:
-    try:
-        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(partial, overwrite=True))
-    except dcp.api.CheckpointException as problem:  # torch gathers what went wrong on each rank
-        first = next(iter(problem.failures.values()))[0]
-        raise OSError(f"cannot write checkpoint {partial}: {first}") from problem
-
-
-def _finish(partial: Path, folder: Path, extra: dict[str, Any], seals: list[dict[str, Any]], keep: int) -> None:
-    """Seals the folder, gives it its name, and removes the oldest ones."""
-    files = {name: value for seal in seals for name, value in seal.items()}
-    with (partial / SEAL).open("w") as file:
-        json.dump({"extra": extra, "files": files}, file)
-        file.flush()
-        os.fsync(file.fileno())
-    if folder.exists():
-        shutil.rmtree(folder)
-    partial.rename(folder)
-    for old in _whole(folder.parent)[:-keep]:
-        if old != folder:
-            shutil.rmtree(old)
-
-
-def _whole(root: Path) -> list[Path]:
-    """The whole checkpoints below ``root``, by step."""
-    found = [path for path in root.glob("step_*") if path.name[5:].isdigit() and (path / SEAL).is_file()]
-    return sorted(found, key=lambda path: int(path.name[5:]))
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if path.is_file() and path.name != SEAL)
-
-
-def _fingerprint(file: Path) -> tuple[int, str]:
+def fingerprint(file: Path) -> tuple[int, str]:
+    """Returns the bytes and the sha256 of a file."""
     with file.open("rb") as stream:
         return file.stat().st_size, hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def remove(path: Path) -> None:
+    """Removes a checkpoint: it stops being one at once, and its files go after that."""
+    gone = path if path.name.endswith(PARTIAL) else path.with_name(f"{path.name}.old{PARTIAL}")
+    if gone != path:
+        if gone.exists():  # left by a kill
+            shutil.rmtree(gone)
+        path.rename(gone)
+    shutil.rmtree(gone) if gone.is_dir() else gone.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes JSON beside ``path``, waits for the disk and renames: a kill leaves the old file or the new one."""
+    fresh = path.with_name(path.name + ".new")
+    with fresh.open("w") as file:
+        json.dump(value, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    fresh.replace(path)
 
 
 def _read_seal(path: Path) -> dict[str, Any]:
@@ -229,19 +252,21 @@ def _read_seal(path: Path) -> dict[str, Any]:
 # --- ranks ---
 
 
-def _gather(value: Any) -> list[Any]:
+def gather(value: T) -> list[T]:
+    """Returns every rank's value, on every rank."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
-def _from_rank_0(value: Any) -> Any:
+def from_rank_0(value: T) -> T:
+    """Returns rank 0's value, on every rank."""
     box = [value]
     dist.broadcast_object_list(box, src=0)
     return box[0]
 
 
-def _together(act: Any) -> Any:
+def together(act: Callable[[], T]) -> T:
     """Runs ``act`` on every rank.
 
     If it fails anywhere, the first failure is raised everywhere, so that no rank waits for another.
@@ -251,7 +276,7 @@ def _together(act: Any) -> Any:
         result = act()
     except Exception as caught:  # whatever it is, the other ranks must not wait for this one
         problem = caught
-    first = next((p for p in _gather(problem) if p is not None), None)
+    first = next((p for p in gather(problem) if p is not None), None)
     if first is not None:
         raise first
-    return result
+    return result  # type: ignore[return-value]

@@ -8,7 +8,7 @@ rank runs the same calls.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -91,6 +91,36 @@ def all_to_all(
         The handle, or None when the call has waited.
     """
     return dist.all_to_all_single(out, send, list(out_splits), list(send_splits), group=group, async_op=async_op)
+
+
+def scatter(out: torch.Tensor, shards: Sequence[torch.Tensor] | None, *, source: int = 0) -> None:
+    """Leaves in ``out`` what rank ``source`` of the default group has for this rank.
+
+    Args:
+        out: (S,) any dtype.
+        shards: On ``source`` one (S,) tensor per rank, elsewhere None.
+        source: Global rank that sends.
+    """
+    dist.scatter(out, None if shards is None else list(shards), src=source)
+
+
+def broadcast(tensor: torch.Tensor, *, source: int = 0) -> None:
+    """Fills ``tensor`` with what it is on rank ``source`` of the default group."""
+    dist.broadcast(tensor, src=source)
+
+
+def broadcast_object(value: Any, *, source: int = 0) -> Any:
+    """Returns what ``value`` is on rank ``source`` of the default group; any picklable object."""
+    box = [value]
+    dist.broadcast_object_list(box, src=source)
+    return box[0]
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """Returns the ``value`` of every rank of the default group, in rank order; any picklable object."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def same_on_every_rank(digest: str, *, what: str, group: dist.ProcessGroup) -> None:

@@ -19,7 +19,7 @@ from vescale import collectives
 from vescale.anatomy import Anatomy
 from vescale.block import Block
 from vescale.planner import SegmentPlan
-from vescale.segments import plan_model
+from vescale.segments import Capacity, plan_model
 from vescale.shard_state import ShardState, Tree, state_of
 from vescale.unit import Member, Unit, member_specs
 
@@ -39,7 +39,8 @@ def commit(state: ShardState) -> None:
     The plans are compared over the ranks, and the units joined into a tree.
     """
     if not state.committed:
-        _commit(state.outermost)
+        with torch.inference_mode(False):  # the first forward may be an inference; the masters outlive it
+            _commit(state.outermost)
 
 
 def _commit(root: ShardState) -> None:
@@ -49,18 +50,66 @@ def _commit(root: ShardState) -> None:
     members = _assign(root)
     for state in fresh:
         state.mesh = state.mesh or mesh
-        assert state.mesh is not None
-    plans = _plan([(state, members[id(state)], state.mesh.size()) for state in fresh])  # type: ignore[union-attr]
+    meshes = Meshes()
+    plans = _plan([(state, members[id(state)], meshes.of(state).size(-1)) for state in fresh])
     for state, segments in zip(fresh, plans, strict=True):
-        assert state.mesh is not None
-        state.unit = Unit(members[id(state)], segments, state.mesh, mp_policy=state.mp_policy, controls=state.controls)
+        state.unit = Unit(
+            members[id(state)],
+            segments,
+            meshes.of(state),
+            mp_policy=state.mp_policy,
+            controls=state.controls,
+            offload_policy=state.offload_policy,
+            zero=state.zero,
+            part_group=meshes.part_group(state),
+        )
         state.committed = True
     tree = Tree(states, survey(root))
     for state in states:
         state.tree = tree
-    digests = "".join(segment.plan.digest() for state in fresh for segment in state.unit.segments)
-    for group in {id(state.mesh): state.unit.mesh.get_group() for state in fresh}.values():
-        collectives.same_on_every_rank(digests, what="the plan of fully_shard", group=group)
+    for used in {id(state.unit.mesh): state.unit.mesh for state in fresh}.values():
+        # Only of the units on this mesh: ranks with other experts have other plans for them.
+        units = [state.unit for state in fresh if state.unit.mesh is used]
+        digests = "".join(segment.plan.digest() for unit in units for segment in unit.segments)
+        for group in used.get_all_groups():
+            collectives.same_on_every_rank(digests, what="the plan of fully_shard", group=group)
+
+
+class Meshes:
+    """The meshes of one commit that are derived from those of the calls; equal ones are made once."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, int], DeviceMesh] = {}
+
+    def of(self, state: ShardState) -> DeviceMesh:
+        """The mesh of a unit: of its call, except in stage 0, where every rank is a replica of one shard."""
+        mesh = state.mesh
+        assert mesh is not None
+        return self._folded(mesh, 1) if state.zero == 0 else mesh
+
+    def part_group(self, state: ShardState) -> dist.ProcessGroup | None:
+        """Neighbouring ranks that share out the gathered parameters after forward, when a number of them was asked for.
+
+        Raises:
+            ValueError: Unless the number divides the ranks that share the parameters.
+        """
+        ranks, mesh = state.part_ranks, state.mesh
+        assert mesh is not None
+        if ranks is None or ranks == mesh.size(-1):
+            return None
+        if mesh.size(-1) % ranks:
+            raise ValueError(
+                f"fully_shard: reshard_after_forward={ranks} does not divide the {mesh.size(-1)} ranks of the mesh"
+            )
+        return self._folded(mesh, ranks).get_group(1)
+
+    def _folded(self, mesh: DeviceMesh, ranks: int) -> DeviceMesh:
+        """The ranks of ``mesh``, ``ranks`` neighbours to a row."""
+        key = (id(mesh), ranks)
+        if key not in self._made:
+            names = ("dp_replicate", "dp_shard")
+            self._made[key] = DeviceMesh(mesh.device_type, mesh.mesh.view(-1, ranks), mesh_dim_names=names)
+        return self._made[key]
 
 
 def survey(root: ShardState) -> Anatomy:
@@ -69,12 +118,15 @@ def survey(root: ShardState) -> Anatomy:
     return Anatomy(root.modules, homes)
 
 
-def preview(module: nn.Module, num_ranks: int) -> list[tuple[str, tuple[SegmentPlan, ...]]]:
+def preview(
+    module: nn.Module, num_ranks: int, *, capacity: Capacity = None
+) -> list[tuple[str, tuple[SegmentPlan, ...]]]:
     """Returns the name and the plans of every unit as ``num_ranks`` ranks would have them, and changes nothing.
 
     Args:
         module: The outermost module that ``fully_shard`` was called on; its parameters may be on the meta device.
         num_ranks: Ranks to plan for; no process group is needed.
+        capacity: What each rank can hold, in any unit; None: all the same.
 
     Raises:
         ValueError: If the module is not sharded, or planned already.
@@ -87,19 +139,22 @@ def preview(module: nn.Module, num_ranks: int) -> list[tuple[str, tuple[SegmentP
     for name, inner in module.named_modules():
         if (state := state_of(inner)) is not None:
             names.setdefault(state, _plain(name))
-    plans = _plan([(state, members[id(state)], num_ranks) for state in names])
-    return list(zip(names.values(), plans, strict=True))
+    units = [(state, members[id(state)], num_ranks if state.zero else 1) for state in names]
+    return list(zip(names.values(), _plan(units, capacity), strict=True))
 
 
-def _plan(units: Sequence[tuple[ShardState, Sequence[Member], int]]) -> list[tuple[SegmentPlan, ...]]:
+def _plan(
+    units: Sequence[tuple[ShardState, Sequence[Member], int]], capacity: Capacity = None
+) -> list[tuple[SegmentPlan, ...]]:
     """Plans units, each on its number of ranks; those of one number and one ``max_padding`` share their budget."""
     budgets: dict[tuple[int, float], list[int]] = defaultdict(list)
     for i, (state, _, num_ranks) in enumerate(units):
         budgets[num_ranks, state.max_padding].append(i)
     found: dict[int, tuple[SegmentPlan, ...]] = {}
     for (num_ranks, max_padding), some in budgets.items():
-        specs = [member_specs(units[i][1]) for i in some]
-        found.update(zip(some, plan_model(specs, num_ranks=num_ranks, max_padding=max_padding), strict=True))
+        specs, shares = [member_specs(units[i][1]) for i in some], capacity if num_ranks > 1 else None
+        plans = plan_model(specs, num_ranks=num_ranks, max_padding=max_padding, capacity=shares)
+        found.update(zip(some, plans, strict=True))
     return [found[i] for i in range(len(units))]
 
 

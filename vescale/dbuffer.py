@@ -36,12 +36,17 @@ class Layout:
     Args:
         plan: Where each tensor lies and how long a shard is.
         shapes: Logical shape of each tensor, in the plan's order.
-        mesh: One-dimensional; its ranks share the buffer.
+        mesh: The ranks of its last axis share the buffer; those of a first axis of two hold copies of it (HSDP).
     """
 
+    replicas: dist.ProcessGroup | None  # ranks that hold the same shard; None when there is one copy
+
     def __init__(self, plan: SegmentPlan, shapes: Sequence[Sequence[int]], mesh: DeviceMesh) -> None:
+        if plan.capacity:
+            raise NotImplementedError("a DBuffer has equal shards; a plan of unequal capacity is for looking at")
         self.plan, self.shapes, self.mesh = plan, tuple(tuple(shape) for shape in shapes), mesh
-        self.rank, self.group = mesh.get_local_rank(), mesh.get_group()
+        self.rank, self.group = mesh.get_local_rank(mesh.ndim - 1), mesh.get_group(mesh.ndim - 1)
+        self.replicas = mesh.get_group(0) if mesh.ndim == 2 else None
         self.spans = [self._span(index) for index in range(len(self.shapes))]  # of each run in this rank's slot
         self.strides = [tuple(math.prod(shape[d + 1 :]) for d in range(len(shape))) for shape in self.shapes]
         self._specs: dict[torch.dtype, list[DTensorSpec]] = {}
@@ -56,8 +61,11 @@ class Layout:
     def wrap(self, index: int, run: torch.Tensor) -> RaggedTensor:
         """Returns the DTensor whose local tensor is ``run``: this rank's elements of tensor ``index``."""
         if run.dtype not in self._specs:
+            whole = [Replicate()] * (self.mesh.ndim - 1)
             self._specs[run.dtype] = [
-                from_local(run.new_empty(stop - start), self.mesh, [self.placement_of(i)], shape=self.shapes[i])._spec
+                from_local(
+                    run.new_empty(stop - start), self.mesh, [*whole, self.placement_of(i)], shape=self.shapes[i]
+                )._spec
                 for i, (start, stop) in enumerate(self.spans)
             ]
         # Not through the constructor, which costs more than all of this: gradients are wrapped anew at every step.
@@ -75,7 +83,7 @@ class DBuffer:
     Args:
         plan: Where each tensor lies and how long a shard is.
         shapes: Logical shape of each tensor, in the plan's order.
-        mesh: One-dimensional; its ranks share the buffer.
+        mesh: The ranks of its last axis share the buffer.
         placement: ``Shard(0)`` for one shard, ``Replicate()`` for the gathered buffer, ``Partial()`` for a term of a
             sum.
         local: (S,) when sharded, else (m * S,), any dtype.
@@ -86,7 +94,7 @@ class DBuffer:
 
     layout: Layout
     sharded: bool  # whether the local tensor is one shard
-    placement: Placement  # of the flat buffer, over the mesh
+    placement: Placement  # of the flat buffer, over the axis that shares it
     local: torch.Tensor  # padding is zero in every sharded buffer that somebody reads
     _slot: torch.Tensor  # made once: a buffer is gathered and reduced many times
 

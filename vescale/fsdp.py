@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
-from typing import Any, overload
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,16 +23,16 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from vescale.commit import commit
 from vescale.fsdp_module import FSDPModule
+from vescale.segments import Capacity
 from vescale.shard_state import BlockOf, ShardState, state_of
+from vescale.shards import Ranks
 from vescale.unit import PENDING, home_of
 
+Modules = TypeVar("Modules", bound="nn.Module | Sequence[nn.Module]")
 
-@overload
-def fully_shard(module: nn.Module, **options: Any) -> nn.Module: ...
-@overload
-def fully_shard(module: Sequence[nn.Module], **options: Any) -> Sequence[nn.Module]: ...
+
 def fully_shard(
-    module: nn.Module | Sequence[nn.Module],
+    module: Modules,
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
@@ -44,7 +44,8 @@ def fully_shard(
     block_of: BlockOf | None = None,
     max_padding: float = 0.01,
     zero: int = 3,
-) -> nn.Module | Sequence[nn.Module]:
+    capacity: Capacity = None,
+) -> Modules:
     """Makes the parameters of ``module`` that no inner call has taken one unit: gathered, reduced and freed together.
 
     The module is changed in place: its class becomes a subclass of it and of ``FSDPModule``.
@@ -52,20 +53,26 @@ def fully_shard(
     Args:
         module: Any module, or several that shall be one unit; call on inner modules first, on the root last. A unit of
             several is gathered when the first is called and freed when the last has been.
-        mesh: One-dimensional; its ranks share the parameters. All ranks when left out.
+        mesh: One axis: its ranks share the parameters. Two axes: the ranks of the second share them, the first holds
+            copies (HSDP). All ranks on one axis when left out.
         reshard_after_forward: Free the whole parameters after forward and gather them again for backward; None is True,
-            except at the root.
+            except at the root. A number shares them out among so many neighbouring ranks instead, e.g. those of one
+            node, and backward gathers among these.
         shard_placement_fn: FSDP2's; refused, since a parameter is cut in its elements and never along a dim.
         mp_policy: torch's ``MixedPrecisionPolicy``: ``param_dtype`` of compute and all-gather, ``reduce_dtype`` (None
             is ``param_dtype``), and so on.
-        offload_policy: torch's ``OffloadPolicy``.
+        offload_policy: torch's ``OffloadPolicy``; ``CPUOffloadPolicy`` keeps master shards, gradients and so the
+            optimizer's state on the CPU.
         ignored_params: Parameters to leave alone: whole on every rank, their gradients not reduced.
         dp_mesh_dims: FSDP2's; refused, pass ``mesh[name]``.
         block_of: Block of a parameter, from its name in the outermost sharded module; ``Rules.block_of``, or any
             function. None: single elements.
         max_padding: Padding that may be paid to keep blocks whole, as a fraction of the elements of all units that
             have the same.
-        zero: ZeRO stage; 3 cuts parameters, gradients and optimizer state.
+        zero: ZeRO stage (arXiv 1910.02054): 0 cuts nothing and all-reduces gradients; 1 cuts masters and optimizer
+            state, and keeps the gathered parameters until the optimizer has stepped; 2 also reduces gradients into
+            shards at every micro-batch, whatever ``set_requires_gradient_sync`` says; 3 frees the gathered parameters.
+        capacity: What each rank can hold, in any unit. Unequal shards are planned (``preview``), but not built yet.
 
     Returns:
         The module itself.
@@ -74,14 +81,20 @@ def fully_shard(
         ValueError: For an argument of the wrong kind or range, or a module that is sharded already.
         NotImplementedError: For an option that is legal but not built.
     """
-    modules = list(module) if isinstance(module, list | tuple) else [module]
+    modules: list[Any] = list(module) if isinstance(module, list | tuple) else [module]
     _check(modules, ignored_params)
     _check_options(mesh, reshard_after_forward, shard_placement_fn, offload_policy, dp_mesh_dims, max_padding, zero)
+    if capacity is not None and Ranks.of(len(capacity), capacity).capacity:
+        raise NotImplementedError(
+            "fully_shard cannot yet do capacity: shards of unequal size; see vescale.commit.preview"
+        )
     state = ShardState(
         modules,
         mesh=mesh,
-        reshard_after_forward=None if reshard_after_forward is None else bool(reshard_after_forward),
+        reshard_after_forward=_whole_number(reshard_after_forward),
         mp_policy=mp_policy or MixedPrecisionPolicy(),
+        offload_policy=offload_policy or OffloadPolicy(),
+        zero=zero,
         ignored=frozenset(ignored_params or ()),
         block_of=block_of,
         max_padding=max_padding,
@@ -144,28 +157,31 @@ def _check_options(
     mesh: Any, reshard: Any, placement_fn: Any, offload: Any, dims: Any, max_padding: float, zero: int
 ) -> None:
     problems, missing = [], []
-    if mesh is not None and mesh.ndim != 1:
-        missing.append(f"a mesh of {mesh.ndim} axes; slice one axis out of it")
-    if not (reshard is None or isinstance(reshard, bool)):
-        missing.append(f"reshard_after_forward={reshard!r}; use True, False or None")
+    if mesh is not None and mesh.ndim > 2:
+        problems.append(f"expected a mesh of one axis, or of two for HSDP, got {mesh.ndim}; slice them out of it")
+    if not (reshard is None or isinstance(reshard, int)) or (type(reshard) is int and reshard < 1):
+        problems.append(f"reshard_after_forward must be True, False, None or a number of ranks, got {reshard!r}")
+    if reshard not in (None, True, False) and zero in (0, 1, 2):
+        problems.append(f"zero={zero} keeps the gathered parameters; leave reshard_after_forward={reshard} out")
     if placement_fn is not None:
-        missing.append(
-            "shard_placement_fn; say by block_of what must stay whole, any shape goes on any number of ranks"
-        )
-    if offload is not None and type(offload) is not OffloadPolicy:
-        missing.append(f"{type(offload).__name__}; use OffloadPolicy()")
+        missing.append("shard_placement_fn; any shape goes on any number of ranks, block_of says what must stay whole")
+    if not (offload is None or isinstance(offload, OffloadPolicy)):
+        problems.append(f"offload_policy must be an OffloadPolicy, got {type(offload).__name__}")
     if dims is not None:
         missing.append('dp_mesh_dims; pass the axis as mesh=mesh["name"]')
     if not max_padding >= 0:
         problems.append(f"max_padding must be a fraction >= 0, got {max_padding}")
     if zero not in (0, 1, 2, 3):
         problems.append(f"zero must be 0, 1, 2 or 3, got {zero!r}")
-    elif zero != 3:
-        missing.append(f"zero={zero}; use 3")
     if problems:
         raise ValueError("fully_shard: " + "; ".join(problems))
     if missing:
         raise NotImplementedError("fully_shard cannot yet do " + "; ".join(missing))
+
+
+def _whole_number(reshard: bool | int | None) -> bool | int | None:
+    """One rank's part of the parameters is all of them: nothing is freed."""
+    return False if reshard is not None and not isinstance(reshard, bool) and reshard == 1 else reshard
 
 
 def _install(module: nn.Module, state: ShardState) -> None:

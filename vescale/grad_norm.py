@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,8 @@ def clip_grad_norm_(
 
     Args:
         parameters: Parameters, those without a gradient are passed over; sharded ones count once, plain ones are taken
-            as equal on every rank.
+            as equal on every rank. One with an attribute ``part_of`` is rows of a larger one whose other rows are with
+            the other ranks of ``part_of.group``.
         max_norm: Upper bound of the norm, in units of the gradient; ``inf`` only measures.
         norm_type: Order of the norm, > 0; ``inf`` for the largest magnitude.
 
@@ -36,8 +38,9 @@ def clip_grad_norm_(
     if not max_norm >= 0 or not norm_type > 0:
         raise ValueError(f"clip_grad_norm_: expected max_norm >= 0 and norm_type > 0, got {max_norm} and {norm_type}")
     params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    grads = [param.grad for param in params if param.grad is not None]
-    norm = grad_norm(grads, norm_type)
+    params = [param for param in params if param.grad is not None]
+    grads: list[torch.Tensor] = [param.grad for param in params]  # type: ignore[misc]
+    norm = grad_norm(grads, norm_type, parts=[getattr(param, "part_of", None) for param in params])
     if not math.isinf(max_norm):
         # 1e-6 as in torch.nn.utils.clip_grad_norm_. No branch on the norm: nothing here reads the device.
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -48,18 +51,19 @@ def clip_grad_norm_(
 
 
 @torch.no_grad()
-def grad_norm(grads: Sequence[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
+def grad_norm(grads: Sequence[torch.Tensor], norm_type: float = 2.0, *, parts: Sequence[Any] = ()) -> torch.Tensor:
     """Returns the joint norm of ``grads``, () float32, complete on every rank.
 
     Args:
         grads: Sharded or plain tensors.
         norm_type: Order of the norm, > 0.
+        parts: ``part_of`` of each parameter, or None; empty: none has one.
     """
     device = _local(grads[0]).device if grads else torch.device("cpu")
     total = torch.zeros((), dtype=torch.float32, device=device)
-    for group, members in _by_group(grads).items():
+    for groups, members in _by_groups(grads, parts or [None] * len(grads)).items():
         part = _combine([_power(tensor, norm_type) for tensor in members], norm_type)
-        if group is not None:
+        for group in groups:
             collectives.all_reduce(
                 part, op=dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM, group=group
             )
@@ -67,11 +71,15 @@ def grad_norm(grads: Sequence[torch.Tensor], norm_type: float = 2.0) -> torch.Te
     return total if math.isinf(norm_type) else total ** (1 / norm_type)
 
 
-def _by_group(grads: Sequence[torch.Tensor]) -> dict[dist.ProcessGroup | None, list[torch.Tensor]]:
-    groups: dict[dist.ProcessGroup | None, list[torch.Tensor]] = {}
-    for grad in grads:
-        groups.setdefault(grad.group if isinstance(grad, RaggedTensor) else None, []).append(_local(grad))
-    return groups
+def _by_groups(
+    grads: Sequence[torch.Tensor], parts: Sequence[Any]
+) -> dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]]:
+    """Local gradients by the groups over which their powers add up: that of their cut, then that of their parts."""
+    found: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
+    for grad, part in zip(grads, parts, strict=True):
+        cut = (grad.group,) if isinstance(grad, RaggedTensor) else ()
+        found.setdefault(cut + ((part.group,) if part is not None else ()), []).append(_local(grad))
+    return found
 
 
 def _power(local: torch.Tensor, p: float) -> torch.Tensor:

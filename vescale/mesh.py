@@ -25,6 +25,8 @@ class ParallelismConfig:
         param_dtype: Of compute and of the all-gather.
         reduce_dtype: Of the reduce-scatter; gradients accumulate in float32.
         max_padding: Padding that may be paid to keep optimizer blocks whole, as a fraction of the elements.
+        ep: Ranks among which each stack of experts is dealt; those with the same experts shard them, so
+            ``dp_shard == efsdp * ep``. 1: every rank has a shard of all experts.
 
     Raises:
         ValueError: If a field is out of range.
@@ -36,6 +38,7 @@ class ParallelismConfig:
     param_dtype: torch.dtype = torch.float32
     reduce_dtype: torch.dtype = torch.float32
     max_padding: float = 0.01
+    ep: int = 1
 
     def __post_init__(self) -> None:
         problems = []
@@ -45,6 +48,8 @@ class ParallelismConfig:
             problems.append(f"zero: expected 0, 1, 2 or 3, got {self.zero}")
         if not self.max_padding >= 0:
             problems.append(f"max_padding: expected a fraction >= 0, got {self.max_padding}")
+        if self.ep < 1:
+            problems.append(f"ep: expected a number of ranks >= 1, got {self.ep}")
         if problems:
             raise ValueError("; ".join(problems))
 
@@ -52,9 +57,11 @@ class ParallelismConfig:
         """Raises if ``world`` ranks cannot form the mesh.
 
         Raises:
-            ValueError: If ``dp_shard`` does not divide the world.
+            ValueError: If ``dp_shard`` or ``ep`` does not divide the world.
             NotImplementedError: If it divides the world into several copies.
         """
+        if world % self.ep:
+            raise ValueError(f"parallelism.ep={self.ep} does not divide {world} ranks")
         if self.dp_shard in (-1, world):
             return
         if world % self.dp_shard:
@@ -138,3 +145,18 @@ def process_group(device: torch.device) -> Iterator[None]:
 def make_mesh(device: torch.device) -> DeviceMesh:
     """Returns the mesh of all ranks, one axis named "dp_shard"."""
     return init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
+
+
+def make_expert_mesh(device: torch.device, ep: int) -> DeviceMesh:
+    """Returns the mesh of all ranks as experts see it, axes "efsdp" and "ep"::
+
+        ep = 2, 4 ranks      ep 0    ep 1
+        efsdp 0              rank 0  rank 1     a row deals the experts, and its tokens travel
+        efsdp 1              rank 2  rank 3     a column has the same experts, and shards them
+
+    Args:
+        device: Of this rank.
+        ep: Ranks that deal the experts, neighbours so that tokens stay on a node; divides the world.
+    """
+    shape = (dist.get_world_size() // ep, ep)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("efsdp", "ep"))

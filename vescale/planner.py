@@ -20,17 +20,24 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Container, Hashable, Iterator, Sequence
+from collections.abc import Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
+
+from vescale.shards import Boundary, Ranks
 
 # Elements, for every dtype. Tensors and shards begin at multiples of ALIGN, so that vector loops have no tail: with
 # starts at 16 bytes fused AdamW gives other bits than uncut, at 16 elements it never did (tried on torch 2.13, CPU).
 ALIGN = 32
 # Shard sizes are multiples of this many elements: 128 bytes in 2-byte dtypes, a whole line for every collective.
 COLLECTIVE = 64
+# Most different capacities of which classes of shard sizes are tried.
+MOST_CAPACITIES = 4
+# Of a plan's table; those that say nothing about any tensor are left out.
+COLUMNS = ("tensor", "block", "offset", "elements", "granularity", "ranks", "kept bytes", "cut", "cut bytes", "owners")
 
 
 class TensorSpec(NamedTuple):
@@ -43,6 +50,8 @@ class TensorSpec(NamedTuple):
         finest: No edge may ever fall off a multiple of this many elements; granularity relaxes to it and no further.
         kind: Whatever may not share a buffer: dtype and trainability.
         itemsize: Bytes of an element.
+        shape: Sizes of its dims, to print what other rules would pad; None where it is not known.
+        block: Shape of a block as the optimizer stated it, to be printed; None where it is not known.
     """
 
     name: str
@@ -51,6 +60,8 @@ class TensorSpec(NamedTuple):
     finest: int = 1
     kind: Hashable = None
     itemsize: int = 4
+    shape: tuple[int, ...] | None = None
+    block: tuple[int, ...] | None = None
 
     def planned(self, relaxed: Container[int] = ()) -> int:
         """Returns the granularity that no edge is off when those in ``relaxed`` are not kept."""
@@ -62,68 +73,31 @@ class TensorSpec(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Boundary:
-    """The granules of one tensor that rank edges cut: ``len`` counts them, iteration yields their indices, ascending.
-
-    Counts and elements are closed forms: a tensor may span thousands of ranks.
-    """
-
-    offset: int  # of the tensor, in elements of the buffer
-    numel: int
-    granularity: int
-    shard_size: int
-
-    @property
-    def edges(self) -> range:
-        """Elements of the tensor, without its first, where a rank begins."""
-        return range(self.shard_size - self.offset % self.shard_size, self.numel, self.shard_size)
-
-    def __len__(self) -> int:
-        edges, granularity = self.edges, self.granularity
-        if not edges:
-            return 0
-        if self.shard_size >= granularity:  # every edge has a granule of its own
-            return len(edges) - _multiples(edges, granularity)
-        # Edges are closer than granules are long: all granules up to the last edge are cut, and the last one's unless
-        # the edge is where it begins.
-        return edges[-1] // granularity + (edges[-1] % granularity > 0)
-
-    def __iter__(self) -> Iterator[int]:
-        previous = -1
-        for edge in self.edges:
-            granule, inside = divmod(edge, self.granularity)
-            if inside and granule != previous:
-                yield granule
-                previous = granule
-
-    @property
-    def elements(self) -> int:
-        """Elements of all cut granules together; the tensor's last granule may be short."""
-        edges, last = self.edges, (self.numel - 1) // self.granularity
-        missing = (last + 1) * self.granularity - self.numel if edges and edges[-1] > last * self.granularity else 0
-        return len(self) * self.granularity - missing
-
-
-@dataclass(frozen=True)
 class SegmentPlan:
-    """One buffer of ``num_ranks`` equal shards and where its tensors lie; plain integers, the same on every rank.
+    """One buffer of a shard for each rank and where its tensors lie; plain integers, the same on every rank.
 
     ``str`` is a table of it.
     """
 
-    tensors: tuple[TensorSpec, ...]  # in buffer order; `granularity` as it was planned, so that no edge is off it
+    tensors: tuple[TensorSpec, ...]  # in buffer order, as they were asked for
     offsets: tuple[int, ...]  # of the tensors, in elements; ascending multiples of ALIGN, tensors do not overlap
-    shard_size: int  # elements of each rank's shard; a multiple of COLLECTIVE
+    shard_size: int  # elements of each rank's shard, for each unit of its capacity; a multiple of COLLECTIVE
     num_ranks: int
     kind: Hashable
-    wanted: tuple[int, ...]  # granularity that each tensor asked for
+    planned: tuple[int, ...]  # granularity of each that no edge is off: kept or relaxed
+    capacity: tuple[int, ...] = ()  # of each rank, in whole numbers without a common divisor; empty where all are equal
+
+    @cached_property
+    def ranks(self) -> Ranks:
+        """Who shares the buffer."""
+        return Ranks(self.num_ranks, self.capacity)
 
     @property
     def numel(self) -> int:
         """Elements of the buffer, padding included."""
-        return self.num_ranks * self.shard_size
+        return self.ranks.total * self.shard_size
 
-    @property
+    @cached_property
     def useful(self) -> int:
         """Elements of the buffer that belong to a tensor."""
         return sum(tensor.numel for tensor in self.tensors)
@@ -137,8 +111,19 @@ class SegmentPlan:
     @cached_property
     def cut_bytes(self) -> int:
         """Bytes of the granules that edges cut, which an optimizer's step would have to move."""
-        relaxed = (i for i, wanted in enumerate(self.wanted) if self.tensors[i].granularity % wanted)
+        relaxed = (i for i, tensor in enumerate(self.tensors) if self.planned[i] % tensor.granularity)
         return sum(self.boundary(i).elements * self.tensors[i].itemsize for i in relaxed)
+
+    def shard(self, rank: int) -> tuple[int, int]:
+        """Returns ``[start, stop)`` of what ``rank`` holds, in elements of the buffer.
+
+        Raises:
+            ValueError: If there is no such rank.
+        """
+        if not 0 <= rank < self.num_ranks:
+            raise ValueError(f"expected a rank in [0, {self.num_ranks}), got {rank}")
+        starts = self.ranks.starts
+        return starts[rank] * self.shard_size, starts[rank + 1] * self.shard_size
 
     def interval(self, i: int) -> tuple[int, int]:
         """Returns ``[start, stop)`` of tensor ``i`` in elements of the buffer."""
@@ -158,61 +143,109 @@ class SegmentPlan:
         Raises:
             ValueError: If there is no such rank.
         """
-        if not 0 <= rank < self.num_ranks:
-            raise ValueError(f"expected a rank in [0, {self.num_ranks}), got {rank}")
-        numel = self.tensors[i].numel
-        first = rank * self.shard_size - self.offsets[i]
-        return min(max(first, 0), numel), min(max(first + self.shard_size, 0), numel)
+        numel, offset = self.tensors[i].numel, self.offsets[i]
+        first, last = self.shard(rank)
+        return min(max(first - offset, 0), numel), min(max(last - offset, 0), numel)
 
     def holders(self, i: int) -> range:
         """Returns the ranks that hold an element of tensor ``i``."""
         start, stop = self.interval(i)
-        return range(
-            start // self.shard_size, -(-stop // self.shard_size) if stop > start else start // self.shard_size
-        )
+        first = self.ranks.at(self.shard_size, start)
+        return range(first, self.ranks.at(self.shard_size, stop - 1) + 1 if stop > start else first)
 
     def boundary(self, i: int) -> Boundary:
         """Returns the granules of tensor ``i``, of the granularity it asked for, that edges cut."""
-        return Boundary(self.offsets[i], self.tensors[i].numel, self.wanted[i], self.shard_size)
+        ranks = self.ranks if self.capacity else None
+        return Boundary(self.offsets[i], self.tensors[i].numel, self.tensors[i].granularity, self.shard_size, ranks)
 
     def digest(self) -> str:
         """Returns a hash of every integer and name (64 hex digits), for ranks to compare; kinds count by their repr."""
         return hashlib.sha256(repr(self).encode()).hexdigest()
 
     def __str__(self) -> str:
-        kind = "" if self.kind is None else f" of {self.kind}"
-        title = (
-            f"segment{kind}: {self.num_ranks:,} ranks x {self.shard_size:,} = {self.numel:,} elements,"
-            f" {self.useful:,} useful, padding {self.padding:.2%}, {self.cut_bytes:,} bytes cut"
-        )
-        rows = [
-            ("tensor", "offset", "elements", "granularity", "ranks", "granules"),
-            *map(self._row, range(len(self.tensors))),
-        ]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        cells = ([cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows)
-        return "\n".join([title, *("  ".join(row).rstrip() for row in cells)])
+        return self.table()
 
-    def _row(self, i: int) -> tuple[str, ...]:
-        tensor, wanted, ranks, boundary = self.tensors[i], self.wanted[i], self.holders(i), self.boundary(i)
-        planned = "" if tensor.granularity == wanted else f" -> {tensor.granularity:,}"
-        held = f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else f"{ranks[0]}" if ranks else "-"
-        cut = f"{len(boundary):,} cut, {boundary.elements * tensor.itemsize:,} bytes" if len(boundary) else "kept"
-        return tensor.name, f"{self.offsets[i]:,}", f"{tensor.numel:,}", f"{wanted:,}{planned}", held, cut
+    def table(self, owners: Mapping[tuple[str, int], int] | None = None) -> str:
+        """Returns the plan as text: what it pads beside other rules, then a line for each tensor.
+
+        Args:
+            owners: Rank that computes each cut granule (tensor's name, index), as ``Optimizer.owners``; a kept one is
+                computed where it lies.
+        """
+        kind = "" if self.kind is None else f" of {self.kind}"
+        each = f" of capacity {min(self.capacity)} to {max(self.capacity)}" if self.capacity else ""
+        title = (
+            f"segment{kind}: {self.num_ranks:,} ranks{each} x {self.shard_size:,} = {self.numel:,} elements,"
+            f" {self.useful:,} useful, padding {self.padding:.2%}{self._others()}, {self.cut_bytes:,} bytes cut"
+        )
+        rows = [COLUMNS, *(self._row(i, owners) for i in range(len(self.tensors)))]
+        columns = [column for column in zip(*rows, strict=True) if any(column[1:])]
+        widths = [max(map(len, column)) for column in columns]
+        lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in zip(*columns, strict=True))
+        return "\n".join([title, *lines])
+
+    def _others(self) -> str:
+        shapes = [tensor.shape for tensor in self.tensors if tensor.shape is not None]
+        if len(shapes) < len(self.tensors) or not self.useful:
+            return ""
+        even, lcm = (rule(shapes, num_ranks=self.num_ranks) / self.useful for rule in (even_padding, lcm_padding))
+        return f" (FSDP2's Shard(0) {even:.2%}, row-LCM {lcm:.2%})"
+
+    def _row(self, i: int, owners: Mapping[tuple[str, int], int] | None) -> tuple[str, ...]:
+        tensor, grain, ranks, boundary = self.tensors[i], self.planned[i], self.holders(i), self.boundary(i)
+        planned = f"{tensor.granularity:,}" + (f" -> {grain:,}" if grain != tensor.granularity else "")
+        block = " x ".join(map(str, tensor.block)) if tensor.block is not None else ""
+        cut = boundary.elements
+        places = (f"{self.offsets[i]:,}", f"{tensor.numel:,}", planned, _span(ranks))
+        moved = (str(len(boundary)), f"{cut * tensor.itemsize:,}") if cut else ("", "")
+        whom = _span(sorted({owners[tensor.name, granule] for granule in boundary})) if owners is not None else ""
+        return (tensor.name, block, *places, f"{(tensor.numel - cut) * tensor.itemsize:,}", *moved, whom)
+
+
+def _span(ranks: Sequence[int]) -> str:
+    """Ranks in words: one, or the first and the last; a star where there are others between that are not meant."""
+    if len(ranks) < 2:
+        return str(ranks[0]) if ranks else "-"
+    return f"{ranks[0]}-{ranks[-1]}" + ("*" if len(ranks) <= ranks[-1] - ranks[0] else "")
+
+
+# --- other rules ---
+
+
+def even_padding(shapes: Sequence[Sequence[int]], *, num_ranks: int) -> int:
+    """Returns elements that FSDP2's ``Shard(0)`` pads: every rank has as many of each tensor's rows as the fullest."""
+    padding = 0
+    for shape in shapes:
+        rows, row = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
+        padding += (-(-rows // num_ranks) * num_ranks - rows) * row
+    return padding
+
+
+def lcm_padding(shapes: Sequence[Sequence[int]], *, num_ranks: int) -> int:
+    """Returns elements padded by the rule that every row of dim 0 divides the shard, all tensors in one buffer."""
+    lcm = math.lcm(*(math.prod(shape[1:]) or 1 for shape in shapes))
+    numel = sum(map(math.prod, shapes))
+    return -(-numel // (num_ranks * lcm)) * num_ranks * lcm - numel
 
 
 def plan_segment(
-    tensors: Sequence[TensorSpec], *, num_ranks: int, align: int = ALIGN, collective: int = COLLECTIVE
+    tensors: Sequence[TensorSpec],
+    *,
+    num_ranks: int,
+    capacity: Sequence[int | Fraction] | None = None,
+    align: int = ALIGN,
+    collective: int = COLLECTIVE,
 ) -> SegmentPlan:
     """Returns the plan of one buffer in the order given that cuts no granule, with the smallest shards found.
 
-    Finding the smallest is NP-hard; this finds it nearly always, and never shards of more than twice its size.
+    Finding the smallest is NP-hard; this finds it nearly always, and never equal shards of more than twice its size.
 
     Args:
         tensors: Of one kind. Granularity is a demand here.
         num_ranks: Ranks that share the buffer.
+        capacity: What each rank can hold, in any unit; shards are in this ratio. None: equal ones.
         align: Tensors and shards begin at multiples of this many elements.
-        collective: Shard sizes are multiples of this many elements.
+        collective: Shard sizes are multiples of this many elements, times the capacity.
 
     Raises:
         ValueError: If there is no tensor, kinds differ, names repeat, or a number is out of its range.
@@ -221,7 +254,7 @@ def plan_segment(
     kinds = dict.fromkeys(tensor.kind for tensor in tensors)
     if len(kinds) != 1:
         raise ValueError(f"a segment has tensors of exactly one kind, got {list(kinds)}")
-    plan = plan_within(tensors, num_ranks, align=align, collective=collective)
+    plan = plan_within(tensors, Ranks.of(num_ranks, capacity), align=align, collective=collective)
     assert plan is not None  # without a limit everything fits on one rank
     return plan
 
@@ -238,7 +271,7 @@ class _Piece(NamedTuple):
 
 def plan_within(
     members: Sequence[TensorSpec],
-    num_ranks: int,
+    ranks: Ranks,
     *,
     relaxed: frozenset[int] = frozenset(),
     limit: int | None = None,
@@ -246,18 +279,19 @@ def plan_within(
     collective: int = COLLECTIVE,
 ) -> SegmentPlan | None:
     """Plans one segment, granularities in ``relaxed`` at their finest; None if shards would exceed ``limit``."""
-    pieces = [_Piece(-(-t.numel // align) * align, t.step(relaxed, align)) for t in members]
-    size = _smallest(pieces, num_ranks, math.lcm(align, collective), limit)
+    alike = {(t.granularity, t.finest): t for t in members}
+    grains = {key: (t.planned(relaxed), t.step(relaxed, align)) for key, t in alike.items()}
+    pieces = [_Piece(-(-t.numel // align) * align, grains[t.granularity, t.finest][1]) for t in members]
+    size = _smallest(pieces, ranks, math.lcm(align, collective), limit)
     if size is None:
         return None
-    offsets = _place(pieces, size, num_ranks, size)
+    offsets = _place(pieces, size, ranks, size)
     assert offsets is not None  # a search with less permission found a place
-    planned = tuple(TensorSpec(t.name, t.numel, t.planned(relaxed), *t[3:]) for t in members)
-    wanted = tuple(t.granularity for t in members)
-    return SegmentPlan(planned, tuple(offsets), size, num_ranks, members[0].kind, wanted)
+    planned = tuple(grains[t.granularity, t.finest][0] for t in members)
+    return SegmentPlan(tuple(members), tuple(offsets), size, ranks.count, members[0].kind, planned, ranks.capacity)
 
 
-def _smallest(pieces: Sequence[_Piece], num_ranks: int, collective: int, limit: int | None) -> int | None:
+def _smallest(pieces: Sequence[_Piece], ranks: Ranks, collective: int, limit: int | None) -> int | None:
     """The smallest shard size found for this order, or None if it is beyond ``limit``.
 
     A tensor that contains a whole shard forces its step to divide the shard size. So the size is sought among the
@@ -265,29 +299,33 @@ def _smallest(pieces: Sequence[_Piece], num_ranks: int, collective: int, limit: 
     nearly all cases, never more than twice the optimum. For each the size is sought twice: with whole shards only in
     tensors whose step divides the class, where sizes that fit still fit when they grow, which makes the bound; and
     wherever the step divides the size, which is nearly always the smaller.
+
+    Where a rank has the capacity c, a step divides c sizes, so it is its part prime to c that classes are made of: once
+    for each capacity, after the classes of whole steps.
     """
     total = sum(piece.numel for piece in pieces)
-    best = max(-(-total // collective), 1) * collective  # everything on one rank
+    best = max(-(-total // (ranks.largest * collective)), 1) * collective  # everything on one rank
     best = best if limit is None else min(best, limit + 1)
     # All ranks together hold everything, and a tensor has its first edge after a whole step at the earliest.
-    least = max(-(-total // num_ranks), *(min(piece) for piece in pieces), 1)
-    steps = (piece.step for piece in sorted(pieces, key=lambda piece: -piece.numel))
-    last = 0
-    for modulus in accumulate((collective, *steps), math.lcm):
-        if modulus >= best:
-            break
-        if modulus == last:
-            continue
-        last = modulus
-        for whole in (modulus, None):
-            multiple = _lowest(
-                pieces, num_ranks, modulus, whole, range(-(-least // modulus), (best - 1) // modulus + 1)
-            )
-            best = best if multiple is None else multiple * modulus
+    least = max(-(-total // ranks.total), *(-(-min(piece) // ranks.largest) for piece in pieces), 1)
+    steps = [piece.step for piece in sorted(pieces, key=lambda piece: -piece.numel)]
+    done = set()
+    for capacity in (1, *sorted(set(ranks.kinds) - {1})[:MOST_CAPACITIES]):
+        parts = (step // math.gcd(step, capacity) for step in steps)
+        for modulus in accumulate((collective, *parts), math.lcm):
+            if modulus >= best:
+                break
+            if modulus in done:
+                continue
+            done.add(modulus)
+            for whole in (modulus, None):
+                multiples = range(-(-least // modulus), (best - 1) // modulus + 1)
+                multiple = _lowest(pieces, ranks, modulus, whole, multiples)
+                best = best if multiple is None else multiple * modulus
     return best if limit is None or best <= limit else None
 
 
-def _lowest(pieces: Sequence[_Piece], num_ranks: int, modulus: int, whole: int | None, multiples: range) -> int | None:
+def _lowest(pieces: Sequence[_Piece], ranks: Ranks, modulus: int, whole: int | None, multiples: range) -> int | None:
     """The lowest of ``multiples`` of ``modulus`` that fits, if all above it fit too; None if the highest does not.
 
     Steps double from the lowest, near which it usually lies, and the last of them is bisected. ``whole`` is as for
@@ -296,7 +334,7 @@ def _lowest(pieces: Sequence[_Piece], num_ranks: int, modulus: int, whole: int |
 
     def fits(multiple: int) -> bool:
         size = multiple * modulus
-        return _place(pieces, size, num_ranks, whole or size) is not None
+        return _place(pieces, size, ranks, whole or size) is not None
 
     if not multiples:
         return None
@@ -314,14 +352,16 @@ def _lowest(pieces: Sequence[_Piece], num_ranks: int, modulus: int, whole: int |
     return multiple
 
 
-def _place(pieces: Sequence[_Piece], size: int, num_ranks: int, whole: int) -> list[int] | None:
+def _place(pieces: Sequence[_Piece], size: int, ranks: Ranks, whole: int) -> list[int] | None:
     """Offsets of the pieces, each at its earliest legal start, or None if they do not fit; exact for order and size.
 
     A piece that would cross the next edge starts as many whole steps before that edge as the cursor allows, perhaps
     none. It may, if it reaches into one further shard at most, or if its step divides ``whole`` (the size, or a divisor
     of it: then every edge lies at whole steps). Else it waits for the edge, with a fresh shard before the next one.
     """
-    offsets, cursor, end = [], 0, num_ranks * size
+    if ranks.capacity:
+        return _place_unequal(pieces, size, ranks, whole)
+    offsets, cursor, end = [], 0, ranks.count * size
     for numel, step in pieces:
         edge = (cursor // size + 1) * size
         while cursor + numel > edge:
@@ -339,17 +379,33 @@ def _place(pieces: Sequence[_Piece], size: int, num_ranks: int, whole: int) -> l
     return offsets
 
 
-# --- counting ---
+def _place_unequal(pieces: Sequence[_Piece], size: int, ranks: Ranks, whole: int) -> list[int] | None:
+    """As ``_place``; a piece may contain whole shards whose own lengths its step divides, if ``whole`` is the size."""
+    starts, capacity, last = ranks.starts, ranks.capacity, ranks.count
+    offsets, cursor, at = [], 0, 1  # `at` is the first rank that begins beyond the cursor, or the end
+    for numel, step in pieces:
+        while cursor + numel > (edge := starts[at] * size):
+            start = edge - (edge - cursor) // step * step
+            if start + numel > starts[last] * size:
+                return None
+            if whole % step == 0 or start + numel <= starts[at + 1] * size:
+                break
+            runs = ranks.edges(size, edge, start + numel) if whole == size else ()
+            if runs and all((run[0] - edge) % step == 0 and (run.step % step == 0 or not run[1:]) for run in runs):
+                break
+            # From one whole shard into the next of its capacity: what failed there fails up to where the run ends.
+            steady = cursor == starts[at - 1] * size and capacity[at - 1] == capacity[at]
+            at = max(at + 1, ranks.run_end(at) if steady else 0)
+            cursor = starts[at - 1] * size
+        else:
+            start = cursor
+        offsets.append(start)
+        cursor = start + numel
+        at = min(ranks.at(size, cursor) + 1, last)
+    return offsets
 
 
-def _multiples(edges: range, granularity: int) -> int:
-    """How many of ``edges`` are multiples of ``granularity``: solves ``first + k * stride = 0`` modulo it."""
-    divisor = math.gcd(edges.step, granularity)
-    if edges[0] % divisor:
-        return 0
-    period = granularity // divisor
-    first = -(edges[0] // divisor) * pow(edges.step // divisor, -1, period) % period
-    return len(range(first, len(edges), period))
+# --- arguments ---
 
 
 def check(tensors: Sequence[TensorSpec], *, max_padding: float = 0.0, **counts: int) -> None:
@@ -362,6 +418,10 @@ def check(tensors: Sequence[TensorSpec], *, max_padding: float = 0.0, **counts: 
         if tensor.name in names:
             wrong.append(f"{tensor.name}: two tensors of this name")
         names.add(tensor.name)
+        if tensor.shape is not None and math.prod(tensor.shape) != tensor.numel:
+            wrong.append(
+                f"{tensor.name}: expected numel {math.prod(tensor.shape)} of shape {tensor.shape}, got {tensor.numel}"
+            )
         if tensor.numel < 0 or min(tensor.granularity, tensor.finest, tensor.itemsize) < 1:
             wrong.append(f"{tensor.name}: expected numel >= 0 and granularity, finest, itemsize >= 1, got {tensor}")
     if wrong:

@@ -79,6 +79,24 @@ class RaggedTensor(DTensor):
         """Elements ``[start, stop)`` of the flattened tensor that this rank holds."""
         return self.placement.run(self.shape, self.device_mesh.get_local_rank(self.ragged_axis))
 
+    @property
+    def data(self) -> RaggedTensor:
+        """The same run outside autograd; assigning copies the values into it.
+
+        torch's setter would change the wrapper alone and leave the run as it was.
+
+        Raises:
+            ValueError: If the value has another dtype, shape or cut.
+        """
+        return self.detach()  # type: ignore[return-value]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if value.dtype is not self.dtype:
+            raise ValueError(f"data: expected {self.dtype}, got {value.dtype}; cast the module, not a parameter of it")
+        with torch.no_grad():
+            self.copy_(value)
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         what = f"shape={tuple(self.shape)}, dtype={self.dtype}, run={self.run}, placements={self.placements}"
         return f"RaggedTensor({what}, local={self._local_tensor})"

@@ -21,8 +21,9 @@ import torch.distributed as dist
 from torch import nn
 
 from vescale.block import Lattice
-from vescale.planner import ALIGN, Boundary
+from vescale.planner import ALIGN
 from vescale.ragged_tensor import RaggedTensor, from_local
+from vescale.shards import Boundary
 from vescale.unit import Home, home_of
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.utils._pytree import tree_map
 
 from vescale.anatomy import Anatomy
@@ -38,7 +38,8 @@ class Tree:
     entered: list[ShardState]  # as forward enters them this time
     hinted: set[ShardState]  # gathered ahead of a forward that has not entered them
     anatomy: Anatomy
-    reducing: Unit | None  # at most one unit's reduce-scatters are in flight
+    reducing: Unit | None  # at most one unit's reduce-scatters are in flight,
+    replicating: Unit | None  # and, with replicas, the all-reduces of the one before
     root: ShardState | None  # the outermost module whose forward is running
     backwards: int  # that have ended
     stepped: list[Unit]  # in this backward
@@ -48,7 +49,7 @@ class Tree:
     def __init__(self, states: Sequence[ShardState], anatomy: Anatomy) -> None:
         self.states, self.anatomy = list(states), anatomy
         self.order, self.entered, self.hinted, self.stepped = [], [], set(), []
-        self.reducing, self.root, self.callback_queued = None, None, False
+        self.reducing, self.replicating, self.root, self.callback_queued = None, None, None, False
         self.backwards, self.is_last_backward, self.post_optim_event = 0, True, None
 
     def neighbours(self, state: ShardState, step: int) -> list[ShardState]:
@@ -63,22 +64,41 @@ class Tree:
         twin.states, twin.order = copy.deepcopy(self.states, memo), copy.deepcopy(self.order, memo)
         return twin
 
-    def finish_reduce(self, then: Unit | None = None) -> None:
-        """Waits for the reduce-scatters in flight, and starts those of ``then``, behind which the landed unit steps."""
-        landed, self.reducing = self.reducing, then
-        if landed is not None:
-            landed.wait_reduce()
-        if then is not None:
-            then.reduce()
-        if landed is not None and landed.after_reduce is not None:
-            if landed in self.stepped:
-                raise RuntimeError(f"{landed.name}: gradients came after the unit was stepped in this backward")
-            self.stepped.append(landed)
-            landed.step()
+    def start_reduce(self, unit: Unit) -> None:
+        """Starts the reduce-scatters of ``unit``, and takes those in flight one stage on; what landed is stepped."""
+        landed = [] if self.replicating is None else [self.replicating]
+        if self.replicating is not None:
+            self.replicating.wait_reduce()
+        self.replicating = self.reducing if self.reducing is not None and self.reducing.advance_reduce() else None
+        if self.reducing is not None and self.replicating is None:
+            landed.append(self.reducing)
+        unit.reduce()
+        self.reducing = unit
+        self._step(landed)
+
+    def finish_reduce(self) -> None:
+        """Waits for the reductions in flight."""
+        if self.reducing is not None:
+            self.reducing.advance_reduce()
+        landed = [unit for unit in (self.replicating, self.reducing) if unit is not None]
+        self.reducing = self.replicating = None
+        for unit in landed:
+            unit.wait_reduce()
+        self._step(landed)
+
+    def _step(self, landed: Sequence[Unit]) -> None:
+        """Steps units that step in backward; behind the reduce-scatters that were started before."""
+        for unit in landed:
+            if unit.after_reduce is None or not unit.has_fresh_grads:
+                continue
+            if unit in self.stepped:
+                raise RuntimeError(f"{unit.name}: gradients came after the unit was stepped in this backward")
+            self.stepped.append(unit)
+            unit.step()
 
     def reset(self) -> None:
         """Forgets an iteration that did not end, and frees what it held."""
-        self.reducing, self.root, self.callback_queued = None, None, False
+        self.reducing, self.replicating, self.root, self.callback_queued = None, None, None, False
         self.entered, self.hinted, self.stepped = [], set(), []
         for state in self.states:
             state.in_backward, state.owes, state.pending = False, False, 0
@@ -114,13 +134,16 @@ class ShardState:
         modules: Sequence[nn.Module],
         *,
         mesh: DeviceMesh | None,
-        reshard_after_forward: bool | None,
+        reshard_after_forward: bool | int | None,
         mp_policy: MixedPrecisionPolicy,
         ignored: frozenset[nn.Parameter],
         block_of: BlockOf | None,
         max_padding: float,
+        offload_policy: OffloadPolicy,
+        zero: int,
     ) -> None:
         self.modules, self.mesh, self.mp_policy = tuple(modules), mesh, mp_policy
+        self.offload_policy, self.zero = offload_policy, zero
         self.reshard_after_forward, self.ignored = reshard_after_forward, ignored
         self.block_of, self.max_padding = block_of, max_padding
         self.parent, self.in_backward, self.owes, self.pending = None, False, False, 0
@@ -146,6 +169,12 @@ class ShardState:
         """Whether to free the whole parameters after forward; without gradients no backward will want them."""
         keep = self.reshard_after_forward is False or (self.reshard_after_forward is None and self.parent is None)
         return not (keep and torch.is_grad_enabled())
+
+    @property
+    def part_ranks(self) -> int | None:
+        """Ranks among whom the gathered parameters are shared out after forward; None when an int was not asked for."""
+        value = self.reshard_after_forward
+        return None if value is None or isinstance(value, bool) else value
 
     # --- forward ---
 
@@ -196,7 +225,7 @@ class ShardState:
         if self.tree.root is self:
             self._end_forward()
         elif not self.to_run and self.reshards_after_forward():
-            self.unit.reshard()
+            self.unit.reshard(to_part=torch.is_grad_enabled())
 
     def _end_forward(self) -> None:
         tree = self.tree
@@ -207,7 +236,7 @@ class ShardState:
             unfinished = state is self or bool(state.to_run)
             state.to_run.clear()
             if state in tree.hinted or (unfinished and state.reshards_after_forward()):
-                state.unit.reshard()
+                state.unit.reshard(to_part=unfinished and torch.is_grad_enabled())
         tree.hinted.clear()
 
     def _prefetch(self, states: Sequence[ShardState]) -> None:
@@ -273,8 +302,8 @@ class ShardState:
             self.unit.reshard()
 
     def _reduce(self) -> None:
-        if self.controls.requires_gradient_sync:
-            self.tree.finish_reduce(self.unit)
+        if self.controls.requires_gradient_sync or self.zero == 2:
+            self.tree.start_reduce(self.unit)
             self.owes = False
 
     def _end_backward(self) -> None:

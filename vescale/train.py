@@ -7,23 +7,22 @@ one line on stderr, with exit code 2, before anything is allocated.
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import hashlib
-import importlib
 import io
 import json
+import math
 import os
 import subprocess
 import sys
 import tempfile
 import time
-import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from vescale.resolve import choices, resolve
 
 if TYPE_CHECKING:
     from vescale.trainer import Trainer
@@ -40,6 +39,13 @@ WATCHING: tuple[str, ...] = (
     "trainer.eval_sequences",
     "trainer.save_every",
     "trainer.keep",
+    "trainer.keep_every",
+    "trainer.gc_every",
+    "trainer.hang_timeout_s",
+    "trainer.profile",
+    "trainer.memory_snapshot",
+    "trainer.peak_tflops",
+    "trainer.export",
 )
 # Keys that may differ on resume too: how far to go, and how the same sums are spread over ranks (equal to rounding, not
 # bit for bit).
@@ -51,7 +57,7 @@ SPREADING: tuple[str, ...] = (
     "parallelism.reshard_after_forward",
     "parallelism.max_padding",
 )
-BROKEN = object()  # stands for what could not be built and has been complained about
+CHECK = "--check"  # answers whether a command would be refused, and runs nothing
 # Characters of a run's name before it is cut and told apart by a hash; most file systems stop at 255.
 LONGEST_NAME = 120
 
@@ -110,6 +116,9 @@ def points(argv: Sequence[str]) -> list[Point]:
         except (ValueError, OmegaConfBaseException) as problem:  # kept from Hydra, which would print it over many lines
             refused.append(problem)
 
+    ours = [word for word in argv if word.lstrip("+~").partition("=")[0] in ("hydra.run.dir", "hydra.sweep.dir")]
+    if ours:
+        raise ValueError(f"{ours[0]}: Hydra only composes here and makes no folder; the run's is run_dir=...")
     OmegaConf.register_new_resolver("by_model", _by_model, replace=True)
     OmegaConf.register_new_resolver("part", _part, replace=True)
     with tempfile.TemporaryDirectory() as scratch, _command_line([f"hydra.sweep.dir={scratch}", *argv]):
@@ -193,24 +202,17 @@ def _explain(problem: Exception) -> str:
 
     if isinstance(problem, MissingConfigException) and problem.options:
         group, _, name = str(problem.missing_cfg_file).rpartition("/")
-        return f"unknown {group} {name!r}: {_choices(name, problem.options)}"
+        return f"unknown {group} {name!r}: {choices(name, problem.options)}"
     cause = problem.__cause__ if isinstance(problem.__cause__, (ConfigAttributeError, ConfigKeyError)) else problem
     if isinstance(cause, (ConfigAttributeError, ConfigKeyError)) and isinstance(cause.parent_node, DictConfig):
         keys = [str(key) for key in cause.parent_node if key not in ("hydra", "_target_")]
-        return f"unknown key {str(cause.full_key)!r}: {_choices(str(cause.key), keys)}"
+        return f"unknown key {str(cause.full_key)!r}: {choices(str(cause.key), keys)}"
     if isinstance(problem, OverrideParseException):
         return f"cannot read {problem.override!r}: expected key=value, and quotes around values with ,[]{{}}()$\"'"
     if isinstance(problem, InterpolationResolutionError):
         line = str(problem).partition("\n")[0]
         return f"{problem.full_key}: {line.partition('resolving interpolation: ')[2] or line}"
     return " ".join(str(problem).split())
-
-
-def _choices(wrong: str, right: Iterable[str]) -> str:
-    """Returns the list of right names, and the one that was probably meant."""
-    names = sorted(right)
-    close = difflib.get_close_matches(wrong, names, n=1)
-    return f"choose from {', '.join(names) or 'nothing'}" + (f" -- did you mean {close[0]}?" if close else "")
 
 
 # --- the run's folder ---
@@ -222,6 +224,8 @@ def _name_run(config: dict[str, Any], recipe: str | None, overrides: Sequence[st
     Every rank gets the same, and the same command resumes.
     """
     name = config.get("name") or os.environ.get("VESCALE_RUN_ID") or default_name(recipe, overrides)
+    if not config.get("run_dir") and (str(name) in (".", "..") or {"/", "\\", "\0"} & {*str(name)}):
+        raise ValueError(f"name: expected the name of a folder in runs/, got {str(name)!r}; run_dir=... takes a path")
     config["name"] = str(name) if isinstance(name, int | float) else name  # YAML takes name=7 for a number
     config["run_dir"] = config.get("run_dir") or f"runs/{name}"
     tracking = config.get("tracking") or {}
@@ -281,159 +285,6 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return out
 
 
-# --- from YAML to objects ---
-
-
-def resolve(node: Any, where: str = "") -> Any:
-    """Returns `node` with every mapping that has a `_target_` replaced by that dataclass, built from the mapping's
-    other keys.
-
-    Args:
-        node: Plain values of a composed configuration, whole or a part of it.
-        where: The dotted key of `node`, for messages.
-
-    Raises:
-        ValueError: Unknown classes, unknown, missing or ill-typed fields, several together.
-    """
-    problems: list[str] = []
-    built = _build(node, where, problems)
-    if problems:
-        raise ValueError("; ".join(problems))
-    return built
-
-
-def _build(node: Any, where: str, problems: list[str]) -> Any:
-    if isinstance(node, list):
-        return [_build(item, _at(where, i), problems) for i, item in enumerate(node)]
-    if not isinstance(node, dict):
-        return node
-    before = len(problems)
-    values = {key: _build(value, _at(where, key), problems) for key, value in node.items() if key != "_target_"}
-    if "_target_" not in node:
-        return values
-    kind = _find(node["_target_"], _at(where, "_target_"), problems)
-    if kind is not None:
-        _fit_fields(kind, values, where, problems)
-    if len(problems) > before:
-        return BROKEN
-    try:
-        return kind(**values)
-    except ValueError as problem:
-        problems.append(f"{where}: {problem}" if where else str(problem))
-        return BROKEN
-
-
-def _at(where: str, key: object) -> str:
-    return f"{where}.{key}" if where else str(key)
-
-
-def _find(target: str, where: str, problems: list[str]) -> Any:
-    """Returns the dataclass called `target` ("optimizers.Muon")."""
-    module, _, name = str(target).rpartition(".")
-    try:
-        room = importlib.import_module(module)
-    except (ImportError, ValueError):
-        problems.append(f"{where}: no module {module!r} to take {target!r} from")
-        return None
-    kind = getattr(room, name, None)
-    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-        return kind
-    public = [
-        n for n in (getattr(room, "__all__", None) or vars(room)) if dataclasses.is_dataclass(getattr(room, n, None))
-    ]
-    problems.append(f"{where}: no dataclass {name!r} in {module}: {_choices(name, public)}")
-    return None
-
-
-def _fit_fields(kind: Any, values: dict[str, Any], where: str, problems: list[str]) -> None:
-    """Changes `values` to what the fields of `kind` want."""
-    problems += _key_problems(kind, values, where)
-    fields, hints = {f.name: f for f in dataclasses.fields(kind)}, _hints(kind)
-    for key in [key for key in values if key in hints and key in fields]:
-        if values[key] is BROKEN or (values[key] is None and fields[key].default is None):  # None: "find out"
-            continue
-        try:
-            values[key] = fit(values[key], hints[key])
-        except TypeError as problem:
-            problems.append(f"{_at(where, key)}: {problem}")
-
-
-def _key_problems(kind: Any, values: Mapping[str, Any], where: str) -> list[str]:
-    """Returns which of the values `kind` does not know, and which it lacks."""
-    fields, empty = {f.name: f for f in dataclasses.fields(kind) if f.init}, dataclasses.MISSING
-    needed = [name for name, f in fields.items() if f.default is empty and f.default_factory is empty]
-    of = f"{kind.__name__}: " if where else ""
-    return [
-        *(f"unknown key '{_at(where, key)}': {of}{_choices(key, fields)}" for key in values if key not in fields),
-        *(f"missing key '{_at(where, name)}': {of}it has no default" for name in needed if name not in values),
-    ]
-
-
-def _hints(kind: type) -> dict[str, Any]:
-    try:
-        return typing.get_type_hints(kind)
-    except NameError:  # a name that exists for the type checker only: the class checks for itself
-        return {}
-
-
-def fit(value: Any, hint: Any) -> Any:
-    """Returns a YAML value as its field's annotation wants it: "float32" as a torch.dtype, a list as a tuple, 3 as 3.0.
-
-    Raises:
-        TypeError: Says what was expected and what was got.
-    """
-    import torch
-
-    origin, arms = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        return _fit_any(value, hint, arms)
-    if origin in (tuple, Sequence) and isinstance(value, list):
-        kinds = [arms[0]] * len(value) if origin is Sequence or arms[1:] == (Ellipsis,) else arms
-        if len(kinds) != len(value):
-            raise TypeError(f"expected {len(kinds)} values, got {value!r}")
-        return tuple(fit(item, kind) for item, kind in zip(value, kinds, strict=True))
-    if hint is torch.dtype and isinstance(value, str) and isinstance(getattr(torch, value, None), torch.dtype):
-        return getattr(torch, value)
-    if hint is Path and isinstance(value, str):
-        return Path(value)
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if hint is int and isinstance(value, float) and value.is_integer():
-        return int(value)
-    if not (value in arms if origin is typing.Literal else _is(value, origin or hint)):
-        raise TypeError(f"expected {_words(hint)}, got {value!r}")
-    return value
-
-
-def _is(value: Any, kind: Any) -> bool:
-    """Returns whether `value` is a `kind`; True is no int, and what cannot be asked is left to the class itself."""
-    if isinstance(value, bool) or kind is typing.Any:
-        return kind in (bool, typing.Any)
-    try:
-        return isinstance(value, kind)
-    except TypeError:  # a protocol that is not `runtime_checkable`
-        return True
-
-
-def _fit_any(value: Any, hint: Any, arms: tuple[Any, ...]) -> Any:
-    """Returns `value` as the first of the annotation's alternatives that takes it as it is.
-
-    Else the first that converts it.
-    """
-    if type(value) in arms:
-        return value
-    for arm in arms:
-        try:
-            return fit(value, arm)
-        except TypeError:
-            continue
-    raise TypeError(f"expected {_words(hint)}, got {value!r}")
-
-
-def _words(hint: Any) -> str:
-    return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "").replace("collections.abc.", "")
-
-
 # --- the command ---
 
 
@@ -464,17 +315,37 @@ def sweep(found: Sequence[Point]) -> int:
         raise ValueError(
             f"the points of a sweep would share the folder {folders[0]}: leave out name=, run_dir= and VESCALE_RUN_ID"
         )
-    worst = 0
+    codes = []
     for i, point in enumerate(found):
         print(f"[{i + 1}/{len(found)}] {' '.join(point.overrides)}", flush=True)
-        worst = max(
-            worst, abs(subprocess.call([sys.executable, "-m", "vescale.train", *point.options, *point.overrides]))
-        )
-    return worst
+        command = [sys.executable, "-m", "vescale.train", *point.options, *point.overrides]
+        codes.append(abs(subprocess.call(command)))
+    print("\n".join(_sweep_table(found, codes)), flush=True)
+    return max(codes)
+
+
+def _sweep_table(found: Sequence[Point], codes: Sequence[int]) -> list[str]:
+    """Returns a line for each point, the lowest validation loss first."""
+    from vescale.tracking import read_metrics
+
+    rows = []
+    for point, code in zip(found, codes, strict=True):
+        path, last = Path(point.config["run_dir"]) / "metrics.jsonl", dict[str, Any]()
+        for row in read_metrics(path) if path.is_file() else ():
+            last |= row
+        loss, failed = last.get("validation_loss", math.inf), f"  (exit code {code})" if code else ""
+        said = "-" if math.isinf(loss) else f"{loss:.4f}"
+        rows.append((bool(code), loss, f"{said:>15}  {last.get('step', 0):>6}  {' '.join(point.overrides)}{failed}"))
+    lines = [line for _, _, line in sorted(rows)]
+    return ["", "validation loss    step  point", *lines]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit code: 0, 2 for input that was refused with one line, 130 after Ctrl-C."""
+    """Runs the command and returns its exit code.
+
+    0; 2 for input that was refused with one line; 75 after a signal, to be run again; 1 for a run that failed; 130
+    after Ctrl-C.
+    """
     try:
         return _run(sys.argv[1:] if argv is None else argv)
     except KeyboardInterrupt:
@@ -483,16 +354,39 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str]) -> int:
+    words = [word for word in argv if word != CHECK]
     try:
-        found = points(argv)
-        if len(found) > 1 or {"-m", "--multirun"} & {*argv}:
+        found = points(words)
+        if len(found) > 1 or {"-m", "--multirun"} & {*words}:
             return sweep(found)
         trainer = _checked(found[0].config) if found else None  # Hydra printed what was asked for
     except (ValueError, OSError, NotImplementedError) as problem:
         return _refuse(problem)
-    if trainer is not None:
+    return 0 if trainer is None or CHECK in argv else _train(trainer)
+
+
+def _train(trainer: Trainer) -> int:
+    """Runs; what stops a run is one line, and a mistake of the program is a traceback."""
+    from vescale.stop import Stopped
+
+    try:
         trainer.run()
+    except Stopped as stopped:
+        return _fail(str(stopped), stopped.code)
+    except (ValueError, OSError, NotImplementedError) as problem:  # of the data, a folder or a disk, on this rank
+        return _fail(" ".join(str(problem).split()), 1, anyone=True)
+    except RuntimeError as problem:
+        if not _is_of_another_rank(problem):
+            raise
+        time.sleep(1)  # seconds, for the rank whose failure this is to speak first
+        return _fail("another rank has ended; the same command goes on from the newest checkpoint", 1, anyone=True)
     return 0
+
+
+def _is_of_another_rank(problem: RuntimeError) -> bool:
+    """Whether a collective failed because a peer is gone: gloo's and NCCL's words."""
+    words = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
+    return any(word in str(problem) for word in words)
 
 
 def _checked(config: dict[str, Any]) -> Trainer | None:
@@ -515,8 +409,17 @@ def _refuse(problem: Exception) -> int:
     """
     if os.environ.get("RANK", "0") != "0":
         time.sleep(5)  # seconds; torchrun ends this process within a tenth of one after rank 0's exit
-    _say(" ".join(str(problem).split()), anyone=True)
-    return 2
+    return _fail(" ".join(str(problem).split()), 2, anyone=True)
+
+
+def _fail(line: str, code: int, *, anyone: bool = False) -> int:
+    """Says why the process ends, also to torchrun's report, and returns its exit code."""
+    _say(line, anyone=anyone)
+    report = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if report:
+        when = {"timestamp": str(int(time.time()))}
+        Path(report).write_text(json.dumps({"message": {"message": line, "extraInfo": {"py_callstack": line, **when}}}))
+    return code
 
 
 def _say(line: str, *, anyone: bool = False) -> None:

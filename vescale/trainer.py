@@ -6,190 +6,39 @@ Every rank runs the same code; what rank 0 alone does (printing, metrics, the ru
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import math
 import os
-import resource
-import sys
+import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from vescale import checkpoint
+from vescale import checkpoint, deterministic, record
 from vescale.collectives import same_on_every_rank
 from vescale.commit import preview
-from vescale.data import IGNORED, Batch, Dataset, TextData
+from vescale.data import IGNORED, Batch, Dataset, Prefetch
 from vescale.fsdp import fully_shard
 from vescale.grad_norm import clip_grad_norm_
-from vescale.mesh import ParallelismConfig, make_mesh, pick_device, process_group, rank_of_job
+from vescale.health import Health, first_bad
+from vescale.job import RunConfig, TrainerConfig
+from vescale.journal import Journal
+from vescale.mesh import make_mesh, pick_device, process_group, rank_of_job
 from vescale.optimizer import Optimizer
 from vescale.planner import SegmentPlan
-from vescale.rule import Rules
-from vescale.tracking import Tracker, Tracking
-
-
-@runtime_checkable
-class Schedule(Protocol):
-    """What multiplies every group's own learning rate."""
-
-    def scale(self, step: int) -> float:
-        """Returns the multiplier at the 0-based ``step``."""
-
-
-@runtime_checkable
-class ModelConfig(Protocol):
-    """What the trainer needs to know of a model; ``models.LlamaConfig`` is one."""
-
-    vocab_size: int
-    max_position_embeddings: int
-
-    def build(self) -> nn.Module:
-        """Returns the model: ``model(input_ids, labels)`` is the sum of token losses, ``units()`` its layers."""
-
-    def num_parameters(self) -> int:
-        """Returns the number of parameters."""
-
-    def flops_per_token(self, seq_len: int) -> float:
-        """Returns the FLOPs of forward and backward per token."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainerConfig:
-    """How long, in which batches, and how often to look.
-
-    Args:
-        steps: Optimizer steps of the run.
-        global_batch: Sequences in one step, over all ranks.
-        schedule: Multiplier of every group's learning rate at each step.
-        micro_batch: Sequences one rank takes through the model at once; None: its whole share of the global batch.
-        max_grad_norm: The gradient's norm is clipped to it, in units of the loss per parameter unit; None: not clipped.
-        seed: Of the weights.
-        device: "cpu", "cuda", or "auto": cuda where there is one.
-        log_every: Steps between two log lines.
-        eval_every: Steps between two looks at the validation split; the end of the run is always one.
-        eval_sequences: Validation sequences per look; None: all.
-        save_every: Steps between two checkpoints; the end of the run is always one.
-        keep: Checkpoints that stay on disk.
-
-    Raises:
-        ValueError: If a field is out of range; all of them are named.
-    """
-
-    steps: int
-    global_batch: int
-    schedule: Schedule
-    micro_batch: int | None = None
-    max_grad_norm: float | None = 1.0
-    seed: int = 0
-    device: str = "auto"
-    log_every: int = 10
-    eval_every: int = 100
-    eval_sequences: int | None = None
-    save_every: int = 100
-    keep: int = 2
-
-    def __post_init__(self) -> None:
-        counts = ("steps", "global_batch", "log_every", "eval_every", "save_every", "keep")
-        problems = [
-            f"{name}: expected a number > 0, got {getattr(self, name)}" for name in counts if getattr(self, name) < 1
-        ]
-        optional = {name: getattr(self, name) for name in ("micro_batch", "max_grad_norm", "eval_sequences")}
-        problems += [
-            f"{name}: expected null or a number > 0, got {value}"
-            for name, value in optional.items()
-            if value is not None and not value > 0
-        ]
-        if not 0 <= self.seed < 2**63:
-            problems.append(f"seed: expected a number in [0, 2**63), got {self.seed}")
-        if not hasattr(self.schedule, "scale"):
-            problems.append(f"schedule: expected a _target_ with scale(step), got {self.schedule!r}")
-        if problems:
-            raise ValueError("; ".join(problems))
-
-    def micro_batches(self, world: int) -> tuple[int, int]:
-        """Returns how many micro-batches a rank takes per step, and how many sequences each has.
-
-        Raises:
-            ValueError: If the global batch cannot be shared out evenly.
-        """
-        if self.global_batch % world:
-            raise ValueError(f"trainer.global_batch={self.global_batch} does not divide over {world} ranks")
-        share = self.global_batch // world
-        size = self.micro_batch or share
-        if share % size:
-            raise ValueError(
-                f"trainer.micro_batch={size} does not divide the {share} sequences of a rank "
-                f"(global_batch={self.global_batch}, {world} ranks)"
-            )
-        return share // size, size
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunConfig:
-    """Everything that a command composes: a field for each key of ``recipes/train.yaml``.
-
-    Args:
-        name: Of the run.
-        run_dir: The run's folder; a checkpoint in it is continued.
-        model: The model.
-        optimizer: ``{group: {"pattern": one glob or several, "rule": a rule}}``; the first match takes a parameter.
-        data: The tokens.
-        parallelism: How the ranks share the model.
-        trainer: How long and how often.
-        tracking: Where metrics go.
-        dry_run: Plan and print only.
-        world_size: Ranks of a dry run; None: this job's.
-
-    Raises:
-        ValueError: If a group has other keys, or ``world_size`` is out of range or of no dry run.
-    """
-
-    name: str
-    run_dir: Path
-    model: ModelConfig
-    optimizer: Mapping[str, Any]
-    data: TextData
-    parallelism: ParallelismConfig
-    trainer: TrainerConfig
-    tracking: Tracking
-    dry_run: bool = False
-    world_size: int | None = None
-
-    def __post_init__(self) -> None:
-        problems = [
-            f"optimizer.{name}: expected pattern (one glob or several) and rule, got {group!r}"
-            for name, group in self.optimizer.items()
-            if not _is_group(group)
-        ]
-        if self.world_size is not None and not self.dry_run:
-            problems.append("world_size: only dry_run=true takes it; torchrun says how many ranks a run has")
-        if self.world_size is not None and self.world_size < 1:
-            problems.append(f"world_size: expected null or a number > 0, got {self.world_size}")
-        if problems:
-            raise ValueError("; ".join(problems))
-
-    @property
-    def rules(self) -> Rules:
-        """Which parameter is stepped by which rule.
-
-        Raises:
-            ValueError: If a group's rule is none.
-        """
-        return Rules(**{name: (group["pattern"], group["rule"]) for name, group in self.optimizer.items()})
-
-
-def _is_group(group: Any) -> bool:
-    return (
-        isinstance(group, Mapping) and group.keys() == {"pattern", "rule"} and isinstance(group["pattern"], str | list)
-    )
+from vescale.profile import Profile
+from vescale.saver import Saver
+from vescale.stop import REQUEUE, Stopped, StopSignals
+from vescale.watchdog import Watchdog, record_collectives
 
 
 class Trainer:
@@ -214,12 +63,13 @@ class Trainer:
     optimizer: Optimizer
     peaks: list[float]  # learning rate of each group as its rule states it; the groups hold scaled ones
     step: int  # optimizer steps completed
-    tracker: Tracker | None  # on rank 0
+    journal: Journal | None  # on rank 0
+    _kept: int | None  # step of the newest checkpoint that is whole or being written
 
     def __init__(self, run: RunConfig, *, settings: dict[str, Any]) -> None:
         self.config, self.parallelism, self.tracking, self.rules = run.trainer, run.parallelism, run.tracking, run.rules
         self.model_config, self.data_config, self.run_dir, self.settings = run.model, run.data, run.run_dir, settings
-        self.step, self.tracker, self.lead = 0, None, rank_of_job() == 0
+        self.step, self.journal, self.lead = 0, None, rank_of_job() == 0
         with torch.device("meta"):
             self.model = self.model_config.build()
         self.routing = self.rules.route(self.model.named_parameters())
@@ -241,21 +91,41 @@ class Trainer:
         Raises:
             ValueError: In one line.
         """
-        self._check_ranks(world)
+        self.check_ranks(world)
         self.device = pick_device(self.config.device)
         self._check_folder()
         self.data = self.data_config.open()
         self._check_data()
-        path = checkpoint.newest(self.checkpoints)
+        extra, path = self._extra_of_newest()
         if path is not None:
-            extra = checkpoint.verify(path, rank=rank_of_job(), world=world)
             missing = sorted({"step", "tokens", "data"} - extra.keys())
             if missing:
                 raise ValueError(f"checkpoint {path} was not written by a trainer: it lacks {', '.join(missing)}")
             self.data.check(extra["data"])
 
-    def _check_ranks(self, world: int) -> None:
+    def _extra_of_newest(self) -> tuple[dict[str, Any], Path | None]:
+        """What the newest checkpoint says that has all its files; checksums are compared when the ranks are there."""
+        wrong: list[str] = []
+        for path in reversed(checkpoint.whole(self.checkpoints)):
+            try:
+                return checkpoint.read_extra(path), path
+            except ValueError as problem:
+                wrong.append(str(problem))
+        if wrong:  # nothing begins anew over somebody's work
+            raise ValueError(f"no checkpoint in {self.checkpoints} is good: {'; '.join(wrong)}")
+        return {}, None
+
+    def check_ranks(self, world: int) -> None:
+        """Raises for a number of ranks that cannot share the batch or the model.
+
+        Raises:
+            ValueError: In one line.
+        """
         self.micro_batches, self.micro_size = self.config.micro_batches(world)
+        if self.config.deterministic:
+            batch = self.config.global_batch
+            deterministic.check(rules=self.rules, world=world, global_batch=batch, model=self.model_config)
+            self.micro_batches, self.micro_size = batch // world, 1
         self.parallelism.check(world)
 
     def _check_folder(self) -> None:
@@ -276,44 +146,89 @@ class Trainer:
     # --- the run ---
 
     def run(self) -> float:
-        """Trains from the newest checkpoint, or from the start, to the last step.
+        """Trains from the newest good checkpoint, or from the start, to the last step.
 
         Returns:
             The validation loss, in nats per token.
 
         Raises:
-            RuntimeError: On every rank, if a loss or a gradient is not finite; the checkpoints are of steps before.
+            Stopped: On every rank, if the run ends before its last step: a loss that is not finite, a signal, a disk
+                that the last checkpoint does not fit on. Its message is one line.
         """
-        with self._tracked(), process_group(self.device):
+        record_collectives()
+        with self._tracked(), process_group(self.device), StopSignals() as self.signals, self._collected():
             self._start()
             self._resume()
-            with self._progress() as advance:
+            with self._watched() as beat, self._progress() as advance:
                 while self.step < self.config.steps:
+                    asked, agreed = self._ask()
+                    self.profile.begin(self.step + 1)
                     loss, norm = self.train_step()
                     self.step += 1
-                    advance()
                     self._look(loss, norm)
+                    self.profile.end(self.step, self._say)
+                    advance()
+                    beat()
+                    agreed.wait()
+                    self._heed(asked)
             return self._finish()
 
     def train_step(self) -> tuple[Tensor, Tensor]:
-        """Takes one optimizer step.
+        """Takes one optimizer step, or leaves it out where the loss or the gradient is not finite.
 
         Returns:
             The loss per token of the global batch, and the norm of its gradient, both () float32.
         """
         self._schedule()
-        batches = list(self._micro_batches())
+        loss, norm, tokens = self._gradient(self.step, max_norm=self.config.max_grad_norm or math.inf)
+        self._take(loss, norm)
+        self.optimizer.zero_grad()
+        self._counted += tokens
+        return loss, norm
+
+    def _gradient(self, step: int, *, max_norm: float) -> tuple[Tensor, Tensor, Tensor]:
+        """Leaves the clipped gradient of a step's samples in the parameters; returns loss, norm and tokens."""
+        batches = [self._to_device(batch) for batch in self.batches.take(step)]
         tokens = self._sum(sum((labels != IGNORED).sum() for _, labels in batches))
+        if self.exact is not None:
+            return *self._gradient_in_order(self.exact, batches, tokens, max_norm=max_norm), tokens
         total = torch.zeros((), device=self.device)
         for input_ids, labels in batches:  # gradients leave each rank after every micro-batch: no whole ones are kept
             loss = self.model(input_ids, labels) / tokens
             loss.backward()
             total += loss.detach()
-        norm = clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm or math.inf)
-        self.optimizer.step()
+        norm = clip_grad_norm_(self.model.parameters(), max_norm)
+        return self._sum(total), norm, tokens
+
+    def _gradient_in_order(
+        self, exact: deterministic.Gradient, batches: Sequence[Batch], tokens: Tensor, *, max_norm: float
+    ) -> tuple[Tensor, Tensor]:
+        """As ``_gradient``, with sums that are the same on any number of ranks."""
+        losses = []
+        for input_ids, labels in batches:
+            loss = self.model(input_ids, labels) / tokens
+            loss.backward()
+            exact.take()
+            losses.append(loss.detach())
+        exact.put()
+        places = range(dist.get_rank(), self.config.global_batch, dist.get_world_size())
+        total = deterministic.in_order(losses, places, count=self.config.global_batch)
+        return total.to(self.device), exact.clip_(max_norm)
+
+    def _take(self, loss: Tensor, norm: Tensor) -> None:
+        """Steps the optimizer unless the step is bad: the host knows at once on a CPU, the device alone on a GPU."""
+        if self.device.type != "cpu":
+            self.health.settle(self._replay)
+            self.optimizer.step(skip=self.health.judge(self.step + 1, loss, norm))
+            return
+        self.health.judge(self.step + 1, loss, norm)
+        if not self.health.settle(self._replay):
+            self.optimizer.step()
+
+    def _replay(self, step: int) -> str:
+        """Returns which tensor of a step that was not taken is the first that is not finite."""
         self.optimizer.zero_grad()
-        self._counted += tokens
-        return self._sum(total), norm
+        return first_bad(self.model, partial(self._gradient, step - 1, max_norm=math.inf))
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -321,12 +236,16 @@ class Trainer:
 
         The same sequences for any number of ranks.
         """
-        both = torch.zeros(2, dtype=torch.float64)
+        losses, counts = [], []
         for input_ids, labels in self._validation_batches():
-            loss = self.model(input_ids, labels)
-            both += torch.stack([loss.double(), (labels != IGNORED).sum().double()]).cpu()
-        loss, tokens = self._sum(both.to(self.device)).tolist()
-        return loss / tokens
+            losses.append(self.model(input_ids, labels))
+            counts.append((labels != IGNORED).sum())
+        tokens = int(self._sum(torch.stack(counts).sum()))
+        if self.exact is not None:
+            world = dist.get_world_size()
+            places = range(dist.get_rank(), len(losses) * world, world)
+            return float(deterministic.in_order(losses, places, count=len(losses) * world)) / tokens
+        return float(self._sum(torch.stack(losses).double().sum())) / tokens
 
     # --- beginning and end ---
 
@@ -335,7 +254,7 @@ class Trainer:
         mesh = make_mesh(self.device)
         digest = hashlib.sha256(json.dumps(self.settings, sort_keys=True).encode()).hexdigest()
         same_on_every_rank(digest, what="the configuration", group=mesh.get_group())
-        self._shard(mesh=mesh)
+        self.shard(mesh=mesh)
         self.model.to_empty(device=self.device)
         torch.manual_seed(self.config.seed)
         self.model.init_weights()
@@ -343,8 +262,16 @@ class Trainer:
         self.optimizer = Optimizer(self.model.named_parameters(), self.rules)
         self.peaks = [group["lr"] for group in self.optimizer.param_groups]
         self._counted = torch.zeros((), dtype=torch.int64, device=self.device)
+        self.exact = deterministic.Gradient(self.model) if self.config.deterministic else None
+        config = self.config
+        self.batches = Prefetch(self._samples, last=config.steps)
+        self.health = Health(skips=config.skip_non_finite, spike=config.spike, device=self.device)
+        self.saver = Saver(self.checkpoints, keep=config.keep, keep_every=config.keep_every)
+        options: dict[str, Any] = {"steps": config.profile, "memory_step": config.memory_snapshot}
+        self.profile = Profile(self.run_dir, rank=dist.get_rank(), device=self.device, **options)
 
-    def _shard(self, **options: Any) -> None:
+    def shard(self, **options: Any) -> None:
+        """Declares every unit to ``fully_shard``; ``options`` are further arguments of it."""
         for module in (*self.model.units(), self.model):
             fully_shard(
                 module,
@@ -357,107 +284,190 @@ class Trainer:
             )
 
     def _resume(self) -> None:
-        """Continues the newest whole checkpoint, if there is one."""
-        path, extra = checkpoint.newest(self.checkpoints), {"step": 0, "tokens": 0}
+        """Continues the newest good checkpoint, if there is one."""
+        path, wrong = self._newest_good()
+        extra: dict[str, Any] = {"step": 0, "tokens": 0}
         if path is not None:
             extra = checkpoint.load(path, model=self.model, optimizer=self.optimizer, verified=True)
-        self.step = extra["step"]
+            self.health.load(extra.get("health", {}))
+        self.step, self._kept = extra["step"], None if path is None else extra["step"]
         self._counted += extra["tokens"]
         if self.lead:
+            for line in wrong:
+                print(f"passed over: {line}")
             self._open(path, extra)
-        self._since, self._tokens_then = time.perf_counter(), extra["tokens"]
+
+    def _newest_good(self) -> tuple[Path | None, list[str]]:
+        """Returns the newest checkpoint whose checksums agree, and what is wrong with newer ones; each rank looks at
+        its share of the files, and rank 0 says which one it is."""
+        rank, world = dist.get_rank(), dist.get_world_size()
+        wrong: list[str] = []
+        for path in reversed(checkpoint.from_rank_0(checkpoint.whole(self.checkpoints))):
+            try:
+                checkpoint.together(partial(checkpoint.verify, path, rank=rank, world=world))
+                return path, wrong
+            except ValueError as problem:
+                wrong.append(str(problem))
+        if wrong:  # nothing begins anew over somebody's work
+            raise Stopped(f"no checkpoint in {self.checkpoints} is good: {'; '.join(wrong)}", code=2)
+        return None, []
 
     def _open(self, path: Path | None, extra: dict[str, Any]) -> None:
         """Opens the metrics after what the checkpoint at ``path`` knows of, and says what begins."""
-        self._write_settings()
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        checkpoint.write_json(self.run_dir / "config.json", self.settings)
         first = self.step + 1 if path is not None else 0
-        identity = extra.get("tracking_id")
-        self.tracker = self.tracking.open(self.run_dir, config=self.settings, first_step=first, id=identity)
-        size, world = self.model_config.num_parameters(), dist.get_world_size()
+        world, identity = dist.get_world_size(), extra.get("tracking_id")
+        self.facts = record.facts(self.settings, data=self.data.describe(), world=world, device=self.device)
+        shown = {**self.settings, "record": {key: value for key, value in self.facts.items() if key != "config"}}
+        tracker = self.tracking.open(self.run_dir, config=shown, first_step=first, id=identity)
+        self.journal = Journal(
+            tracker,
+            steps=self.config.steps,
+            flops_per_token=self.model_config.flops_per_token(self.data_config.seq_len),
+            peak_flops=self.config.peak_tflops and self.config.peak_tflops * 1e12,
+            ranks=world,
+            step=self.step,
+            tokens=extra["tokens"],
+        )
+        size = self.model_config.num_parameters()
         print(f"{self.routing}\n{size:,} parameters, {world} ranks, run in {self.run_dir}")
-        print(f"metrics: {self.tracker.path}; {self.tracker.where}", flush=True)
+        print(f"metrics: {tracker.path}; {tracker.where}", flush=True)
+        if self.exact is not None:
+            print(deterministic.costs(self.exact, global_batch=self.config.global_batch))
         if path is not None:
             done = self.step >= self.config.steps
             print(f"complete: {path}; train again under another name=..." if done else f"continuing {path}", flush=True)
 
-    def _write_settings(self) -> None:
-        """Keeps the configuration beside the run; a kill leaves the old file or the new one."""
-        self.run_dir.mkdir(parents=True, exist_ok=True)
-        fresh = self.run_dir / "config.json.new"
-        fresh.write_text(json.dumps(self.settings, indent=1))
-        fresh.replace(self.run_dir / "config.json")
-
     def _finish(self) -> float:
         """Evaluates, saves what is not saved yet, and says where things are."""
-        saved = checkpoint.newest(self.checkpoints) == self.checkpoints / self._name()
+        self._settle()
+        self._wait_for_save(goes_on=True)
+        saved = self._kept == self.step
         loss = self.evaluate() if saved else self._validate()
         if not saved:
-            self._require_finite(torch.tensor(loss))
+            self._require_finite(loss)
             self._save()
-        if self.lead:
-            print(f"validation loss {loss:.4f} nats per token after {self.step} steps; run folder {self.run_dir}")
+            self._wait_for_save(goes_on=False)
+        if self.config.export is not None:
+            self._export(Path(self.config.export))
+        self._say(f"validation loss {loss:.4f} nats per token after {self.step} steps; run folder {self.run_dir}")
         return loss
+
+    def _export(self, folder: Path) -> None:
+        """Writes the weights as safetensors; each is gathered when it is asked for, and rank 0 keeps it."""
+        named = ((name, p.full_tensor().detach()) for name, p in self.model.named_parameters())
+        if self.lead:
+            self.model_config.export(folder, named)  # type: ignore[attr-defined]
+        for _ in named:  # the other ranks take part in every gather
+            pass
+        self._say(f"exported: {folder}")
+
+    # --- saving ---
 
     def _save(self) -> None:
         extra = {"step": self.step, "tokens": int(self._counted), "data": self.data.describe()}
-        extra["tracking_id"] = self.tracker.id if self.tracker is not None else None
-        folder = self.checkpoints / self._name()
-        checkpoint.save(folder, model=self.model, optimizer=self.optimizer, extra=extra, keep=self.config.keep)
+        extra |= {"health": self.health.state(), "schedule": repr(self.config.schedule)}
+        facts: dict[str, Any] = {}
+        if self.journal is not None:
+            extra["tracking_id"] = self.journal.tracker.id
+            facts = {**self.facts, "step": self.step, "tokens": extra["tokens"], "metrics": dict(self.journal.last)}
+        tensors = checkpoint.tensors(self.model, self.optimizer) | checkpoint.random_state()
+        self._wait_for_save(goes_on=True)
+        self.saver.save(self.step, tensors=tensors, extra=extra, record=facts)
+        self._kept = self.step
 
-    def _name(self) -> str:
-        return f"step_{self.step:08}"
+    def _wait_for_save(self, *, goes_on: bool) -> None:
+        """Waits for the checkpoint being written; one that could not be written stops no run that has steps to go."""
+        try:
+            self.saver.wait()
+        except OSError as problem:
+            if not goes_on:
+                raise Stopped(str(problem)) from None
+            self._kept = None
+            self._say(f"warning: {problem}; training goes on")
+
+    def _ask(self) -> tuple[Tensor, dist.Work]:
+        """Begins to ask all ranks whether one got a signal, or could not write its part of a checkpoint."""
+        flags = torch.tensor([self.signals.received, int(self.saver.failed)])
+        return flags, dist.all_reduce(flags, op=dist.ReduceOp.MAX, async_op=True)
+
+    def _heed(self, asked: Tensor) -> None:
+        """Does what the ranks agreed on.
+
+        Raises:
+            Stopped: After a signal, when the state is saved.
+        """
+        number, failed = asked.tolist()
+        if failed:
+            self._wait_for_save(goes_on=True)
+        if number and self.step < self.config.steps:
+            self._settle()
+            self._wait_for_save(goes_on=True)
+            if self._kept != self.step:
+                self._save()
+                self._wait_for_save(goes_on=False)
+            name = signal.Signals(number).name
+            line = f"{name} after step {self.step}: saved; the same command goes on from there"
+            raise Stopped(line, code=REQUEUE)
 
     # --- looking ---
 
     def _look(self, loss: Tensor, norm: Tensor) -> None:
         """Logs, evaluates and saves when it is time to; after the last step, ``_finish`` evaluates and saves."""
+        if self.step % self.config.gc_every == 0:
+            gc.collect(1)
         if self._due(self.config.log_every):
+            self._settle()
             self._log(loss, norm)
         evaluates, saves = self._due(self.config.eval_every), self._due(self.config.save_every)
         if self.step == self.config.steps or not (evaluates or saves):
             return
-        self._require_finite(loss, norm)  # also waits for the device: the steps end here
+        self._settle()  # also waits for the device: the steps end here
         began = time.perf_counter()
         if evaluates:
             self._validate()
         if saves:
             self._save()
-        self._since += time.perf_counter() - began  # tokens/s are of the steps alone
+        if self.journal is not None:
+            self.journal.pause(time.perf_counter() - began)  # tokens/s are of the steps alone
 
     def _due(self, every: int) -> bool:
         return self.step % every == 0
 
-    def _require_finite(self, *numbers: Tensor) -> None:
+    def _settle(self) -> None:
         """Stops a run that is lost before its weights are saved."""
-        if not all(math.isfinite(number) for number in numbers):
-            words = " and ".join(f"{float(number)}" for number in numbers)
-            raise RuntimeError(f"step {self.step}: expected finite loss and gradient norm, got {words}; not saved")
+        self.health.settle(self._replay)
+
+    def _require_finite(self, loss: float) -> None:
+        if not math.isfinite(loss):
+            raise Stopped(f"step {self.step}: expected a finite validation loss, got {loss}; not saved")
 
     def _log(self, loss: Tensor, norm: Tensor) -> None:
         """Reads the device, once per interval: prints a line and records it."""
-        counted, now = int(self._counted), time.perf_counter()
-        speed, memory = (counted - self._tokens_then) / (now - self._since), _peak_memory(self.device) / 2**30
-        self._since, self._tokens_then = now, counted
-        row = {"loss": loss.item(), "grad_norm": norm.item(), "tokens_per_second": speed, "memory_gib": memory}
-        rates = {f"lr/{group['name']}": float(group["lr"]) for group in self.optimizer.param_groups}
-        lr = "/".join(f"{rate:.2g}" for rate in dict.fromkeys(rates.values()))
-        self._record(
-            row | rates,
-            f"loss {row['loss']:.4f}  grad norm {row['grad_norm']:.3f}  lr {lr}  "
-            f"{speed:,.0f} tokens/s  memory {memory:.2f} GiB",
+        if self.journal is None:
+            return
+        self.journal.steps_row(
+            loss=loss.item(),
+            norm=norm.item(),
+            rates={f"lr/{group['name']}": float(group["lr"]) for group in self.optimizer.param_groups},
+            waited_s=self.batches.waited_s,
+            step=self.step,
+            tokens=int(self._counted),
+            device=self.device,
+            more={"skipped": self.health.skipped} if self.config.skip_non_finite or self.config.spike else {},
         )
-        self._require_finite(loss, norm)
 
     def _validate(self) -> float:
         loss = self.evaluate()
-        self._record({"validation_loss": loss}, f"validation loss {loss:.4f}")
+        if self.journal is not None:
+            tokens, line = int(self._counted), f"validation loss {loss:.4f}"
+            self.journal.row({"validation_loss": loss}, step=self.step, tokens=tokens, line=line)
         return loss
 
-    def _record(self, metrics: dict[str, float], line: str) -> None:
-        """On rank 0, keeps a row and prints a line."""
-        if self.tracker is not None:
-            self.tracker.log(metrics, step=self.step, tokens=int(self._counted))
-            print(f"step {self.step}/{self.config.steps}  {line}", flush=True)
+    def _say(self, line: str) -> None:
+        if self.lead:
+            print(line, flush=True)
 
     @contextmanager
     def _tracked(self) -> Iterator[None]:
@@ -467,20 +477,33 @@ class Trainer:
             yield
             failed = 0
         finally:
-            if self.tracker is not None:
-                self.tracker.finish(exit_code=failed)
+            if self.journal is not None:
+                self.journal.tracker.finish(exit_code=failed)
+
+    @contextmanager
+    def _collected(self) -> Iterator[None]:
+        """Garbage is collected at fixed steps, on all ranks together: at any other time one rank would hold up all."""
+        was = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if was:
+                gc.enable()
+
+    @contextmanager
+    def _watched(self) -> Iterator[Callable[[], None]]:
+        timeout, rank, world = self.config.hang_timeout_s, dist.get_rank(), dist.get_world_size()
+        with Watchdog(self.run_dir, rank=rank, world=world, timeout_s=timeout) as watchdog:
+            yield watchdog.beat
 
     @contextmanager
     def _progress(self) -> Iterator[Callable[[], None]]:
-        """Yields what to call after each step; a progress bar where rank 0 has a terminal."""
-        if not (self.lead and sys.stdout.isatty()):
+        if self.journal is None:
             yield lambda: None
             return
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        with Progress(TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()) as bar:
-            task = bar.add_task("training", total=self.config.steps, completed=self.step)
-            yield lambda: bar.advance(task)
+        with self.journal.progress(self.step) as advance:
+            yield advance
 
     # --- numbers ---
 
@@ -489,12 +512,14 @@ class Trainer:
         for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
             group["lr"] = peak * scale
 
-    def _micro_batches(self) -> Iterator[Batch]:
-        """This rank's part of the step: of the samples [s * global_batch, ...), an equal stretch per rank."""
-        share = self.micro_batches * self.micro_size
-        first = self.step * self.config.global_batch + dist.get_rank() * share
-        for start in range(first, first + share, self.micro_size):
-            yield self._to_device(self.data.train.read(start, self.micro_size))
+    def _samples(self, step: int) -> list[Batch]:
+        """This rank's part of a step: of the samples [s * global_batch, ...), an equal stretch per rank."""
+        share, world = self.micro_batches * self.micro_size, dist.get_world_size()
+        if self.exact is not None:  # neighbours run at the same time
+            first = step * self.config.global_batch + dist.get_rank()
+            return [self.data.train.read(start, 1) for start in range(first, first + share * world, world)]
+        first = step * self.config.global_batch + dist.get_rank() * share
+        return [self.data.train.read(start, self.micro_size) for start in range(first, first + share, self.micro_size)]
 
     def _validation_batches(self) -> Iterator[Batch]:
         """As many batches on every rank, since each forward gathers parameters; what is past the end counts nothing."""
@@ -525,8 +550,8 @@ class Trainer:
         Args:
             world: Number of ranks; plans are the same on all of them.
         """
-        self._check_ranks(world)
-        self._shard()
+        self.check_ranks(world)
+        self.shard()
         plans = preview(self.model, world)
         total = self.model_config.num_parameters()
         flops = self.model_config.flops_per_token(self.data_config.seq_len)
@@ -550,10 +575,3 @@ def _plan_lines(plans: Sequence[tuple[str, tuple[SegmentPlan, ...]]]) -> list[st
         lines.append(f"\n{count} x unit like {name or 'the root'}")
         lines += [str(plan) for plan in segments]
     return lines
-
-
-def _peak_memory(device: torch.device) -> int:
-    """Bytes: of CUDA's allocator on a GPU, else of the process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -15,12 +15,15 @@ A gradient reaches `grad_full` in one of two ways. A layer that knows the contra
 ``weight.grad_slot()``, writes there, and sets ``weight.grad_slot_written`` (the first write replaces, later ones add:
 tied weights, several forwards, accumulated micro-batches). Any other gradient is copied there, once, by a hook.
 
+Stages 0 to 2 keep ``full`` between steps: reshard() only puts the sharded parameters back, and unshard() gathers only
+when a master was written since. Stage 0 is a cut over one rank with a copy on every other.
+
 Buffers of one segment (S = shard size, m ranks)::
 
     master       (S,)      stored dtype   lives always
     full         (m * S,)  param_dtype    unshard to reshard
     grad_full    (m * S,)  reduce_dtype   first gradient to the end of the reduce-scatter
-    grad         (S,)      stored dtype   reduce to ``zero_grad``; ``param.grad`` are views of it
+    grad         (S,)      stored dtype   first reduce to ``zero_grad``; ``param.grad`` are views of it
 """
 
 from __future__ import annotations
@@ -29,72 +32,30 @@ import copy
 import functools
 import os.path
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import Partial, Replicate
 
-from vescale.block import Block, Lattice
+from vescale import collectives
+from vescale.aliases import copy_in, intact, realias_grads, realias_param, strangers
 from vescale.counting import Counters
 from vescale.dbuffer import DBuffer
-from vescale.planner import SegmentPlan, TensorSpec
-from vescale.ragged_tensor import RaggedTensor
+from vescale.member import HOME as HOME
+from vescale.member import PENDING as PENDING
+from vescale.member import Home as Home
+from vescale.member import Member as Member
+from vescale.member import Part, own_attributes
+from vescale.member import Segment as Segment
+from vescale.member import home_of as home_of
+from vescale.member import member_specs as member_specs
+from vescale.planner import SegmentPlan
 from vescale.streams import Flight, labelled, lanes_of
-
-HOME = "_vescale_home"  # attribute of a sharded parameter: its Home
-PENDING = "_vescale_pending"  # attribute of a whole parameter that a sharded one will replace
-
-
-@dataclass(eq=False)
-class Member:
-    """One parameter: its name, every module attribute that is it (several when tied), and its block."""
-
-    name: str
-    param: nn.Parameter
-    homes: list[tuple[nn.Module, str]]
-    block: Block = Block(())
-
-
-@dataclass(eq=False)
-class Segment:
-    """One buffer of a unit: parameters of one dtype and trainability, with one plan."""
-
-    plan: SegmentPlan
-    members: list[Member]
-    master: DBuffer
-    trainable: bool
-    sharded: list[nn.Parameter] = field(default_factory=list)
-    unsharded: list[nn.Parameter] = field(default_factory=list)
-    full: DBuffer | None = None
-    grad_full: DBuffer | None = None
-    grad: DBuffer | None = None
-    gathered_version: int = 0  # of the master shard, when it was gathered last
-
-
-class Reduction(NamedTuple):
-    """A reduce-scatter under way: `partial` must live until it has landed in `shard`, (S,) reduce_dtype."""
-
-    segment: Segment
-    partial: DBuffer
-    shard: torch.Tensor
-    flight: Flight
-
-
-class Home(NamedTuple):
-    """Where a sharded parameter lies."""
-
-    unit: Unit
-    segment: Segment
-    at: int  # index in the segment
-
-
-def home_of(param: torch.Tensor) -> Home | None:
-    """Returns where a parameter lies; None when no unit holds it."""
-    return param.__dict__.get(HOME)
 
 
 @dataclass
@@ -107,6 +68,14 @@ class Controls:
     all_reduce_hook: Callable[[torch.Tensor], None] | None = None  # sees each reduced shard before it is accumulated
 
 
+class Reduction(NamedTuple):
+    """A segment's gradients on their way: over the shards first, then over the replicas."""
+
+    segment: Segment
+    shard: torch.Tensor  # (S,), the result, once the flight has landed
+    flight: Flight
+
+
 class Unit:
     """Parameters that are gathered, reduced and freed together.
 
@@ -114,9 +83,13 @@ class Unit:
         members: The parameters, in definition order; their values are copied into the master shards, nothing is
             communicated.
         plans: Of all segments: where the members lie.
-        mesh: One-dimensional; its ranks share the parameters.
+        mesh: The ranks of its last axis share the parameters; those of a first axis of two hold copies.
         mp_policy: Compute and reduce dtypes, with torch's meaning.
         controls: Read at every step; whoever made them may change them.
+        offload_policy: Masters, gradients and so optimizer state on the CPU, with torch's meaning.
+        zero: ZeRO stage; below 3, gathered parameters are kept until a master is written.
+        part_group: Neighbouring ranks among whom the gathered parameters are shared out between forward and backward
+            when ``reshard`` is asked to.
     """
 
     segments: list[Segment]
@@ -126,6 +99,7 @@ class Unit:
     counters: Counters
     name: str  # of the modules, as far as its parameters' names agree; labels the profiler's ranges
     after_reduce: Callable[[Unit], None] | None  # called when fresh gradients lie in the shards; may step and free them
+    has_fresh_grads: bool  # gradients were added that ``after_reduce`` has not seen
 
     def __init__(
         self,
@@ -135,13 +109,17 @@ class Unit:
         *,
         mp_policy: MixedPrecisionPolicy,
         controls: Controls,
+        offload_policy: OffloadPolicy | None = None,
+        zero: int = 3,
+        part_group: dist.ProcessGroup | None = None,
     ) -> None:
         self.mesh, self.mp_policy, self.controls = mesh, mp_policy, controls
-        self.counters, self.after_reduce = Counters(), None
+        self.offload_policy, self.zero, self.part_group = offload_policy or OffloadPolicy(), zero, part_group
+        self.counters, self.after_reduce, self.has_fresh_grads = Counters(), None, False
         self.name = _common_name([member.name for member in members])
         self._gathers: list[Flight] = []
         self._reduces: list[Reduction] = []
-        self._unsharded = False
+        self._unsharded = self._swapped = False
         with torch.inference_mode(False):  # the first forward may be an inference, the next one is not
             self.segments = [self._segment(plan, members) for plan in plans]
         self._swap("sharded")
@@ -168,37 +146,34 @@ class Unit:
         self._unsharded = True
         with torch.no_grad(), labelled("gather", self.name):
             for segment in self.segments:
-                self._gathers.append(self._gather(segment))
-
-    def _gather(self, segment: Segment) -> Flight:
-        full, master = self._full(segment), segment.master
-        full.local.untyped_storage().resize_(full.nbytes)
-        segment.gathered_version = master.local._version
-        self.counters.gathers += 1
-        self.counters.gather_bytes += full.nbytes
-        self.counters.cast_bytes += full.nbytes // full.plan.num_ranks
-        lane = lanes_of(full.local.device).gather
-        return lane.launch(lambda async_op: master.gather_into(full, async_op=async_op), full.local)
+                self._gather(segment)
 
     def wait_unshard(self) -> None:
         """Waits for the all-gathers and puts the whole parameters into the modules."""
-        if not self._gathers:
+        if not self._unsharded or self._swapped:
             return
         with labelled("wait_gather", self.name):
             for flight in self._gathers:
                 flight.wait()
         self._gathers.clear()
         self._swap("unsharded")
+        self._swapped = True
 
-    def reshard(self) -> None:
-        """Frees the gathered buffers and puts the sharded parameters back."""
+    def reshard(self, *, to_part: bool = False) -> None:
+        """Puts the sharded parameters back, and frees the gathered buffers, unless the stage keeps them.
+
+        Args:
+            to_part: Keep this rank's share among the ranks of ``part_group``; the next unshard gathers over them alone.
+        """
         if not self._unsharded:
             return
         self.wait_unshard()
-        for segment in self.segments:
-            if segment.full is not None:
-                segment.full.local.untyped_storage().resize_(0)
-        self._unsharded = False
+        if self.zero == 3:
+            for segment in self.segments:
+                keeps = to_part and self.part_group
+                segment.part = Part(segment.gathered, self._own_part(segment).clone()) if keeps else None
+                self._free(segment)
+        self._unsharded = self._swapped = False
         self._swap("sharded")
 
     def reduce(self) -> None:
@@ -212,6 +187,17 @@ class Unit:
                     self._reduces.append(self._start_reduce(segment))
 
     def _start_reduce(self, segment: Segment) -> Reduction:
+        partial = self.take_partial(segment)
+        self.counters.reduces += 1
+        self.counters.reduce_bytes += partial.nbytes
+        alone = partial.plan.num_ranks == 1
+        shard = partial.slot() if alone else partial.local.new_empty(partial.plan.shard_size)
+        lane = lanes_of(shard.device).reduce
+        flight = lane.launch(lambda async_op: partial.reduce_into(shard, async_op=async_op), partial.local, shard)
+        return Reduction(segment, shard, flight)
+
+    def take_partial(self, segment: Segment) -> DBuffer:
+        """Hands over what backward wrote, zero where it wrote nothing: this rank's term of the sum."""
         partial, segment.grad_full = self._grad_full(segment), None
         for index, param in enumerate(segment.unsharded):
             if param.grad_slot_written:  # type: ignore[attr-defined]
@@ -219,24 +205,52 @@ class Unit:
             else:
                 partial.view(index).zero_()
         partial.zero_gaps()
-        self.counters.reduces += 1
-        self.counters.reduce_bytes += partial.nbytes
-        shard = partial.local.new_empty(partial.plan.shard_size)
-        lane = lanes_of(shard.device).reduce
-        flight = lane.launch(lambda async_op: partial.reduce_into(shard, async_op=async_op), partial.local, shard)
-        return Reduction(segment, partial, shard, flight)
+        return partial
+
+    def advance_reduce(self) -> bool:
+        """Takes the reductions in flight one stage on; returns whether some still are.
+
+        Reduce-scatters are waited for and, where there are replicas, become all-reduces among these.
+        """
+        replicas = self.segments[0].master.layout.replicas if self.segments else None
+        if replicas is None:
+            self.wait_reduce()
+        elif self.controls.requires_all_reduce:
+            self._reduces = [self._all_reduce(reduction, replicas) for reduction in self._reduces]
+        else:
+            for reduction in self._reduces:
+                self._hold(reduction)
+            self._reduces.clear()
+        return bool(self._reduces)
 
     def wait_reduce(self) -> None:
-        """Waits for the reduce-scatters and adds their results, scaled, to the gradients of the sharded parameters."""
+        """Waits for the reductions and adds their results, scaled, to the gradients of the sharded parameters."""
         while self._reduces:
             with torch.no_grad(), labelled("wait_reduce", self.name):
-                segment, partial, shard, flight = self._reduces.pop(0)
+                segment, shard, flight = self._reduces.pop(0)
                 flight.wait()
-                del partial
                 self._accumulate(segment, shard)
+                self.has_fresh_grads = True
+
+    def _all_reduce(self, reduction: Reduction, replicas: dist.ProcessGroup) -> Reduction:
+        segment, shard, flight = reduction
+        flight.wait()
+        if segment.partial is not None:
+            shard.add_(segment.partial)
+            segment.partial = None
+        lane = lanes_of(shard.device).reduce
+        start = functools.partial(collectives.all_reduce, shard, group=replicas)
+        return Reduction(segment, shard, lane.launch(lambda async_op: start(async_op=async_op), shard))
+
+    def _hold(self, reduction: Reduction) -> None:
+        """Keeps a sum over the shards, in the reduce dtype, until a backward that reduces over the replicas too."""
+        segment, shard, flight = reduction
+        flight.wait()
+        segment.partial = shard if segment.partial is None else segment.partial.add_(shard)
 
     def step(self) -> None:
         """Calls ``after_reduce``, once the gradients are in."""
+        self.has_fresh_grads = False
         if self.after_reduce is not None:
             with labelled("step", self.name):
                 self.after_reduce(self)
@@ -258,10 +272,47 @@ class Unit:
             reduction.flight.wait()
         self._reduces.clear()
         for segment in self.segments:
-            segment.grad_full = None
+            segment.grad_full = segment.partial = None
             for param in segment.unsharded:
                 param.grad, param.grad_slot_written = None, False  # type: ignore[attr-defined]
         self.reshard()
+
+    # --- the gathered buffer ---
+
+    def _gather(self, segment: Segment) -> None:
+        """Starts the all-gather of one segment, unless what was gathered last still holds."""
+        full, master, part = self._full(segment), segment.master, segment.part
+        version = segment.version()
+        if segment.gathered == version or full.local is master.local:
+            return
+        full.local.untyped_storage().resize_(full.nbytes)
+        self.counters.gathers += 1
+        self.counters.gather_bytes += full.nbytes
+        lane = lanes_of(full.local.device).gather
+        if part is None or part.version != version:
+            self.counters.cast_bytes += full.nbytes // full.plan.num_ranks
+            flight = lane.launch(lambda async_op: master.gather_into(full, async_op=async_op), full.local)
+        else:
+            own = self._own_part(segment).copy_(part.local)
+            gather = functools.partial(collectives.all_gather, full.local, own, group=self.part_group)  # type: ignore[arg-type]
+            flight = lane.launch(lambda async_op: gather(async_op=async_op), full.local)
+        segment.gathered, segment.part = version, None
+        self._gathers.append(flight)
+
+    def _own_part(self, segment: Segment) -> torch.Tensor:
+        """This rank's share of the gathered buffer among the ``n`` ranks of ``part_group``, (m * S / n,)."""
+        size = segment.plan.numel // self.part_group.size()  # type: ignore[union-attr]
+        return segment.full.local[self.part_group.rank() * size :][:size]  # type: ignore[union-attr]
+
+    def _free(self, segment: Segment) -> None:
+        if segment.full is not None and segment.full.local is not segment.master.local:
+            segment.full.local.untyped_storage().resize_(0)
+        segment.gathered = None
+
+    def _drop_stale(self) -> None:
+        """A forward without a backward leaves parameters gathered; a step since then has made them old."""
+        if self._unsharded and any(s.gathered is not None and s.gathered != s.version() for s in self.segments):
+            self.reshard()
 
     # --- gradients ---
 
@@ -294,17 +345,16 @@ class Unit:
             reduced, multiplier = self._hooked(segment, reduced.to(segment.master.local.dtype) * multiplier), 1.0
         fresh = [index for index, param in enumerate(segment.sharded) if param.grad is None]
         if len(fresh) < len(segment.sharded):
-            self._realias_grads(segment)  # a hook or a user may have put another gradient there
+            realias_grads(segment)  # a hook or a user may have put another gradient there
         if len(fresh) == len(segment.sharded) or segment.grad is None:
-            # What arrived is the gradient: nothing is copied, unless its dtype is not the master's.
-            grad = reduced.to(segment.master.local.dtype)
-            segment.grad = segment.master.sibling(segment.master.placement, grad)
+            # What arrived is the gradient: nothing is copied, unless its dtype or device is not the master's.
+            segment.grad = segment.master.sibling(segment.master.placement, reduced.to(segment.master.local))
             if multiplier != 1.0:
-                grad.mul_(multiplier)
+                segment.grad.local.mul_(multiplier)
         else:
             for index in fresh:
                 segment.grad.run(index).zero_()
-            segment.grad.local.add_(reduced, alpha=multiplier)
+            segment.grad.local.add_(reduced.to(segment.grad.local.device), alpha=multiplier)
         for index, param in enumerate(segment.sharded):
             if not param.requires_grad:
                 continue
@@ -320,7 +370,7 @@ class Unit:
             for hook in (param._backward_hooks or {}).values():
                 grad = hook(shard.tensor(index))
                 if grad is not None:
-                    _copy_in(shard.run(index), grad, param, f"a hook of {segment.members[index].name} returned")
+                    copy_in(shard.run(index), grad, param, f"a hook of {segment.members[index].name} returned")
         return fresh
 
     # --- aliases ---
@@ -335,14 +385,13 @@ class Unit:
         Raises:
             ValueError: If a stranger has another shape or another cut, or a module holds another Parameter.
         """
-        if self._unsharded and any(s.gathered_version != s.master.local._version for s in self.segments):
-            self.reshard()
         for segment in self.segments:
-            if not _intact(segment):
+            if not intact(segment):
                 self._follow_requires_grad(segment)
                 for index, member in enumerate(segment.members):
-                    self._realias_param(segment, index, member)
-            self._realias_grads(segment)
+                    realias_param(segment, index, member)
+            realias_grads(segment)
+        self._drop_stale()
 
     def _follow_requires_grad(self, segment: Segment) -> None:
         """Parameters frozen or unfrozen since: the whole ones follow the sharded ones."""
@@ -351,21 +400,6 @@ class Unit:
             if param.requires_grad != whole.requires_grad:
                 self.reshard()  # while the modules hold the one that is replaced, nothing is
                 segment.unsharded[index] = self._unsharded_parameter(segment, index, whole.data)
-
-    def _realias_param(self, segment: Segment, index: int, member: Member) -> None:
-        param, expected = segment.sharded[index], segment.master.run(index)
-        for held in self._strangers(segment, index, member):
-            home = home_of(held)
-            how = "replaced" if home is None else f"tied to {home.segment.members[home.at].name}"
-            raise ValueError(
-                f"{member.name} {tuple(param.shape)} was {how} after fully_shard planned it; tie and replace before the "
-                "parameters are first asked for, or copy the values in (copy_, load_state_dict)"
-            )
-        if param.dtype != expected.dtype:
-            raise ValueError(f"{member.name} is {param.dtype} in a shard of {expected.dtype}; convert the whole model")
-        if param._local_tensor.data_ptr() != expected.data_ptr() and expected.numel():  # type: ignore[attr-defined]
-            expected.copy_(param._local_tensor)  # type: ignore[attr-defined]
-            param._local_tensor = expected  # type: ignore[attr-defined]
 
     def adopt(self) -> None:
         """Copies in the values of Parameters that modules hold instead of this unit's, and puts this unit's back.
@@ -377,32 +411,10 @@ class Unit:
         """
         for segment in self.segments:
             for index, member in enumerate(segment.members):
-                for held in self._strangers(segment, index, member):
-                    _copy_in(segment.master.run(index), held, segment.sharded[index], f"{member.name} was replaced by")
+                for held in strangers(segment, index, member):
+                    copy_in(segment.master.run(index), held, segment.sharded[index], f"{member.name} was replaced by")
         self._swap("sharded")
         self.realias()
-
-    def _strangers(self, segment: Segment, index: int, member: Member) -> list[nn.Parameter]:
-        known = (segment.sharded[index], segment.unsharded[index] if segment.unsharded else None)
-        held = (module._parameters.get(attribute) for module, attribute in member.homes)
-        return [param for param in held if param is not None and all(param is not own for own in known)]
-
-    def _realias_grads(self, segment: Segment) -> None:
-        if segment.grad is not None and all(param.grad is None for param in segment.sharded):
-            segment.grad = None
-        for index, param in enumerate(segment.sharded):
-            if param.grad is not None:
-                self._realias_grad(segment, index, param)
-
-    def _realias_grad(self, segment: Segment, index: int, param: nn.Parameter) -> None:
-        grad = param.grad
-        if segment.grad is None:
-            segment.grad = segment.master.sibling(segment.master.placement, torch.zeros_like(segment.master.local))
-        if isinstance(grad, RaggedTensor) and _lies_in(grad, segment.grad, index):
-            return
-        expected = segment.grad.run(index)
-        _copy_in(expected, grad, param, f"{segment.members[index].name}.grad is")  # type: ignore[arg-type]
-        param.grad = segment.grad.tensor(index)
 
     # --- building ---
 
@@ -411,15 +423,17 @@ class Unit:
         mine = [by_name[spec.name] for spec in plan.tensors]
         dtype, trainable = mine[0].param.dtype, mine[0].param.requires_grad
         master = DBuffer.zeros(
-            plan, [m.param.shape for m in mine], self.mesh, dtype=dtype, device=_device(mine, self.mesh)
+            plan, [m.param.shape for m in mine], self.mesh, dtype=dtype, device=self._master_device(mine)
         )
+        if getattr(self.offload_policy, "pin_memory", False) and self.mesh.device_type != "cpu":
+            master.local = master.local.pin_memory()  # so that the copy to the device does not wait
         segment = Segment(plan, mine, master, trainable)
         for index, member in enumerate(mine):
             if not member.param.is_meta:
                 start, stop = plan.local(index, master.rank)
                 master.run(index).copy_(member.param.detach().reshape(-1)[start:stop])
             param = nn.Parameter(master.tensor(index), requires_grad=trainable)
-            param.__dict__.update(_own_attributes(member.param) | {HOME: Home(self, segment, index)})
+            param.__dict__.update(own_attributes(member.param) | {HOME: Home(self, segment, index)})
             segment.sharded.append(param)
             member.param = param  # the whole tensor is not kept alive
         return segment
@@ -443,7 +457,7 @@ class Unit:
         segment = Segment(old.plan, [replace(member) for member in old.members], master, old.trainable)
         for index, (member, param) in enumerate(zip(segment.members, old.sharded, strict=True)):
             twin = memo[id(param)] = nn.Parameter(master.tensor(index), requires_grad=param.requires_grad)
-            twin.__dict__.update(copy.deepcopy(_own_attributes(param), memo) | {HOME: Home(self, segment, index)})
+            twin.__dict__.update(copy.deepcopy(own_attributes(param), memo) | {HOME: Home(self, segment, index)})
             segment.sharded.append(twin)
             member.param = twin
         return segment
@@ -465,6 +479,7 @@ class Unit:
             segment.master = segment.master.sibling(segment.master.placement, local)
             segment.master.zero_gaps()  # to_empty promises nothing, and padding must be zero
             segment.full, segment.grad, segment.unsharded = None, None, []
+            segment.gathered, segment.part = None, None
             for index, param in enumerate(segment.sharded):
                 grad = param.grad
                 moved = nn.Parameter(segment.master.tensor(index), requires_grad=param.requires_grad)
@@ -482,17 +497,23 @@ class Unit:
                 else master.local.dtype
             )
             with torch.inference_mode(False):  # the first forward may be an inference, the next one is not
-                local = torch.empty(segment.plan.numel, dtype=dtype, device=master.local.device)
-                segment.full = master.sibling(Replicate(), local)
+                segment.full = master.sibling(Replicate(), self._whole_local(segment, dtype))
                 views = [segment.full.view(i) for i in range(len(segment.members))]
                 segment.unsharded = [self._unsharded_parameter(segment, i, view) for i, view in enumerate(views)]
         return segment.full
+
+    def _whole_local(self, segment: Segment, dtype: torch.dtype) -> torch.Tensor:
+        """The memory of the gathered buffer; where nothing is cut or cast, the master shard is it already."""
+        local, device = segment.master.local, self._device(segment.master.local)
+        if segment.plan.num_ranks == 1 and (dtype, device) == (local.dtype, local.device):
+            return local
+        return torch.empty(segment.plan.numel, dtype=dtype, device=device)
 
     def _unsharded_parameter(self, segment: Segment, index: int, view: torch.Tensor) -> nn.Parameter:
         trainable = segment.sharded[index].requires_grad
         param = nn.Parameter(torch.empty(0, dtype=view.dtype, device=view.device), requires_grad=trainable)
         param.data = view  # through .data, so that it has a version counter of its own
-        param.__dict__.update(_own_attributes(segment.sharded[index]))
+        param.__dict__.update(own_attributes(segment.sharded[index]))
         if trainable:
             param.grad_slot = functools.partial(self._slot, segment, index)  # type: ignore[attr-defined]
             param.register_post_accumulate_grad_hook(functools.partial(self._take, segment, index))
@@ -502,9 +523,19 @@ class Unit:
     def _grad_full(self, segment: Segment) -> DBuffer:
         if segment.grad_full is None:
             dtype = self.mp_policy.reduce_dtype or self._full(segment).local.dtype
-            local = torch.empty(segment.plan.numel, dtype=dtype, device=segment.master.local.device)
+            local = torch.empty(segment.plan.numel, dtype=dtype, device=self._device(segment.master.local))
             segment.grad_full = segment.master.sibling(Partial(), local)
         return segment.grad_full
+
+    def _device(self, master: torch.Tensor) -> torch.device:
+        """Where to compute: where the masters are, unless these are offloaded."""
+        return _mesh_device(self.mesh) if isinstance(self.offload_policy, CPUOffloadPolicy) else master.device
+
+    def _master_device(self, members: Sequence[Member]) -> torch.device:
+        """Meta stays meta; anything else goes to the mesh's device, as FSDP2 does, or is offloaded."""
+        if any(member.param.is_meta for member in members):
+            return torch.device("meta")
+        return torch.device("cpu") if isinstance(self.offload_policy, CPUOffloadPolicy) else _mesh_device(self.mesh)
 
     def _swap(self, side: str) -> None:
         for segment in self.segments:
@@ -513,76 +544,13 @@ class Unit:
                     module._parameters[attribute] = param
 
 
-def _intact(segment: Segment) -> bool:
-    """Whether modules hold the segment's own parameters, these lie in the master shard, and nobody was frozen since."""
-    wholes = segment.unsharded or segment.sharded
-    segment.trainable = any(param.requires_grad for param in segment.sharded)
-    for index, (param, whole, member) in enumerate(zip(segment.sharded, wholes, segment.members, strict=True)):
-        if param.requires_grad != whole.requires_grad or not _lies_in(param, segment.master, index):
-            return False
-        for module, attribute in member.homes:
-            held = module._parameters.get(attribute)
-            if held is not param and held is not whole:
-                return False
-    return True
-
-
-def _lies_in(tensor: Any, buffer: DBuffer, index: int) -> bool:
-    """Whether a sharded tensor's run is the run of ``index`` in a sharded buffer; empty runs lie anywhere."""
-    run, (start, stop) = tensor._local_tensor, buffer.layout.spans[index]
-    at = buffer.local.data_ptr() + start * buffer.local.element_size()
-    return run.dtype == buffer.local.dtype and (start == stop or run.data_ptr() == at)
+def _mesh_device(mesh: DeviceMesh) -> torch.device:
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
 
 
 def _common_name(names: Sequence[str]) -> str:
     """The dotted prefix that all names share: ``layers.0`` of ``layers.0.up.weight`` and ``layers.0.norm.weight``."""
     paths = [name.split(".")[:-1] for name in names]
     return ".".join(os.path.commonprefix(paths)) if paths else ""
-
-
-def member_specs(members: Sequence[Member]) -> list[TensorSpec]:
-    """Returns a unit's parameters as the planner sees them.
-
-    Parameters of one group lie next to each other, so that an optimizer step is one run per group.
-    """
-    groups = list(dict.fromkeys(member.block.group for member in members))
-    ordered = sorted(members, key=lambda member: groups.index(member.block.group))
-    return [
-        TensorSpec(
-            name=member.name,
-            numel=member.param.numel(),
-            granularity=Lattice(tuple(member.param.shape), member.block.shape).granularity,
-            finest=member.block.finest,
-            kind=(str(member.param.dtype), member.param.requires_grad),
-            itemsize=member.param.element_size(),
-        )
-        for member in ordered
-    ]
-
-
-def _own_attributes(param: torch.Tensor) -> dict[str, Any]:
-    """What a user attached to a parameter; both sides of it carry that."""
-    ours = (HOME, PENDING, "grad_slot", "grad_slot_written")
-    return {name: value for name, value in param.__dict__.items() if name not in ours}
-
-
-def _device(members: Sequence[Member], mesh: DeviceMesh) -> torch.device:
-    """Meta stays meta; anything else goes to the mesh's device, as FSDP2 does."""
-    if any(member.param.is_meta for member in members):
-        return torch.device("meta")
-    if mesh.device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
-
-
-def _copy_in(expected: torch.Tensor, stranger: torch.Tensor, param: Any, what: str) -> None:
-    """Copies a stranger's values into the view that belongs there."""
-    if tuple(stranger.shape) != tuple(param.shape):
-        raise ValueError(f"{what} a tensor of shape {tuple(stranger.shape)}, expected {tuple(param.shape)}")
-    with torch.no_grad():
-        if not isinstance(stranger, RaggedTensor):
-            expected.copy_(stranger.detach().reshape(-1)[slice(*param.run)])
-        elif stranger.placements == param.placements:
-            expected.copy_(stranger._local_tensor)
-        else:
-            raise ValueError(f"{what} cut by {stranger.placements}, expected {param.placements}; redistribute it first")

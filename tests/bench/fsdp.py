@@ -248,8 +248,9 @@ def times(name: str, shape: Shape, policy: MixedPrecisionPolicy, best: str, pair
         system = make()
         calls[key] = lambda s=system: step(s, tokens)
     calls |= {
-        "compute alone": alone.compute, "torch's calls": lambda: alone.calls(True), "our calls": lambda: alone.calls(False)
-    }  # fmt: skip
+        "compute alone": alone.compute,
+        "collectives alone": alone.calls,
+    }
     samples: dict[str, list[float]] = {key: [] for key in calls}
     order = list(calls)
     for pair in range(pairs + 2):

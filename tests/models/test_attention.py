@@ -10,7 +10,8 @@ import torch
 from transformers import LlamaConfig as HFConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from models.attention import Attention, inverse_frequencies, rope_problems, rotary_table, rotate
+from models.attention import Attention
+from models.rope import inverse_frequencies, rope_problems, rotary_table, rotate
 
 CPU = torch.device("cpu")
 LLAMA31: dict[str, Any] = {
@@ -48,7 +49,7 @@ def test_llama3_scaling_keeps_fast_planes_and_slows_the_slowest_by_the_factor() 
 def test_rotation_equals_transformers(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     x = torch.randn(2, 33, 3, 16).to(dtype)
-    cos, sin = rotary_table(33, 16, theta=10000.0, scaling=None, dtype=dtype, device=CPU)
+    cos, sin = rotary_table(torch.arange(33), 16, theta=10000.0, scaling=None, dtype=dtype)
     their_cos, their_sin = theirs(16, 10000.0, None)(x, torch.arange(33)[None])
     want, _ = apply_rotary_pos_emb(x, x, their_cos, their_sin, unsqueeze_dim=2)
     assert torch.equal(cos[:, 0], their_cos[0]) and torch.equal(sin[:, 0].abs(), their_sin[0].abs())
@@ -59,7 +60,7 @@ def test_rotation_equals_transformers(dtype: torch.dtype) -> None:
 def test_rotated_products_depend_on_the_distance_of_positions_only() -> None:
     torch.manual_seed(0)
     query, key = torch.randn(2, 1, 1, 1, 8).double()
-    cos, sin = rotary_table(20, 8, theta=10000.0, scaling=None, dtype=torch.float64, device=CPU)
+    cos, sin = rotary_table(torch.arange(20), 8, theta=10000.0, scaling=None, dtype=torch.float64)
 
     def product(i: int, j: int) -> torch.Tensor:
         turned = rotate(query, cos[i : i + 1], sin[i : i + 1]), rotate(key, cos[j : j + 1], sin[j : j + 1])
@@ -75,7 +76,7 @@ def test_attention_equals_a_written_out_masked_softmax(num_heads: int, num_kv_he
     for parameter in attention.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     x = torch.randn(2, 7, 24)
-    cos, sin = rotary_table(7, head_dim, theta=10000.0, scaling=None, dtype=x.dtype, device=CPU)
+    cos, sin = rotary_table(torch.arange(7), head_dim, theta=10000.0, scaling=None, dtype=x.dtype)
     projections = (attention.q_proj, attention.k_proj, attention.v_proj)
     query, key, value = (projection(x).unflatten(-1, (-1, head_dim)) for projection in projections)
     query, key = rotate(query, cos, sin), rotate(key, cos, sin)
@@ -93,8 +94,8 @@ def test_attention_equals_a_written_out_masked_softmax(num_heads: int, num_kv_he
         ({"rope_type": "default"}, []),
         (LLAMA31, []),
         ("llama3", ["rope_scaling: expected None or a mapping"]),
-        ({"type": "llama3"}, ["rope_scaling.rope_type: expected 'default' or 'llama3', got None"]),
-        ({"rope_type": "yarn"}, ["rope_scaling.rope_type: expected 'default' or 'llama3', got 'yarn'"]),
+        ({"type": "llama3"}, ["rope_scaling.rope_type: expected one of default, llama3, yarn, got None"]),
+        ({"rope_type": "ntk"}, ["rope_scaling.rope_type: expected one of default, llama3, yarn, got 'ntk'"]),
         ({"rope_type": "default", "factor": 2.0}, ["rope_scaling.factor: not a key"]),
         (
             {"rope_type": "llama3", "factor": 0, "low_freq_factor": 1, "speed": 3},

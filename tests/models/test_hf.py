@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, LlamaForCausalLM
 from transformers import LlamaConfig as HFConfig
 
-from models import Llama, LlamaConfig, hf
+from models import CausalLM, LlamaConfig, hf
 
 LLAMA3: dict[str, Any] = {
     "rope_type": "llama3",
@@ -36,7 +36,7 @@ SIZES: dict[str, Any] = {
 CONFIG = LlamaConfig(**SIZES)
 
 
-def built(**changes: Any) -> Llama:
+def built(**changes: Any) -> CausalLM:
     model = LlamaConfig(**(SIZES | changes)).build()
     torch.manual_seed(0)
     model.init_weights()
@@ -205,7 +205,7 @@ def test_a_save_that_fails_leaves_no_folder(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def refused(model: Llama, folder: Path) -> str:
+def refused(model: CausalLM, folder: Path) -> str:
     """The message with which ``folder`` is refused, after checking that the model is as it was."""
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises(ValueError) as caught:
@@ -290,21 +290,26 @@ def test_a_config_of_another_model_is_refused_with_all_its_differences(tmp_path:
     edit(
         folder / "config.json",
         lambda c: c.update(
-            model_type="gemma", hidden_act="gelu", attention_bias=True, quantization_config={"bits": 4},
+            hidden_act="gelu", attention_bias=True, quantization_config={"bits": 4},
             rope_scaling={"type": "linear", "factor": 2.0}, num_key_value_heads=3,
         ),
     )  # fmt: skip
     with pytest.raises(ValueError) as caught:
         hf.load_config(folder)
     for piece in (
-        "model_type: expected 'llama', got 'gemma'",
         "hidden_act: expected 'silu', got 'gelu'",
         "attention_bias: expected False, got True",
         "quantization_config: expected weights that are not quantised",
-        "rope_scaling.rope_type: expected 'default' or 'llama3', got 'linear'",
+        "rope_scaling.rope_type: expected one of default, llama3, yarn, got 'linear'",
         "num_key_value_heads: expected a divisor of num_attention_heads = 4, got 3",
     ):
         assert piece in str(caught.value)
+
+
+def test_a_family_that_is_not_known_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gemma"}')
+    with pytest.raises(ValueError, match="model_type: expected one of llama, qwen3, .*, got 'gemma'"):
+        hf.load_config(tmp_path)
 
 
 @pytest.mark.parametrize("content", [None, "{", "[1]"])

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig as HFConfig
 from transformers import LlamaForCausalLM
 
-from models import Llama, LlamaConfig, hf
+from models import CausalLM, LlamaConfig, hf
 
 TINY = LlamaConfig(
     vocab_size=83,
@@ -73,7 +73,7 @@ def batch(seed: int = 0, shape: tuple[int, int] = (2, 23)) -> tuple[torch.Tensor
     return ids, labels.masked_fill(torch.rand(shape) < 0.2, -100)
 
 
-def built(config: LlamaConfig, seed: int = 0) -> Llama:
+def built(config: LlamaConfig, seed: int = 0) -> CausalLM:
     model = config.build()
     torch.manual_seed(seed)
     model.init_weights()
@@ -315,7 +315,7 @@ def test_every_problem_of_a_config_is_in_one_message() -> None:
             tie_word_embeddings="no",  # type: ignore[arg-type]
             checkpoint="some",  # type: ignore[arg-type]
             loss_chunk_size=True,
-            rope_scaling={"rope_type": "yarn"},
+            rope_scaling={"rope_type": "ntk"},
         )
     message = str(caught.value)
     assert "7 problem(s)" in message
@@ -326,7 +326,7 @@ def test_every_problem_of_a_config_is_in_one_message() -> None:
         "tie_word_embeddings: expected true or false, got 'no'",
         "checkpoint: expected 'none' or 'full', got 'some'",
         "loss_chunk_size: expected an integer >= 1, got True",
-        "rope_scaling.rope_type: expected 'default' or 'llama3', got 'yarn'",
+        "rope_scaling.rope_type: expected one of default, llama3, yarn, got 'ntk'",
     ):
         assert piece in message
 

@@ -319,8 +319,6 @@ def _bad_input() -> None:
         fully_shard(nn.Linear(2, 2), max_padding=-1, zero=7)
     with pytest.raises(ValueError, match="nn.Module or a list of them, got int"):
         fully_shard(3)
-    with pytest.raises(NotImplementedError, match="zero=2"):
-        fully_shard(nn.Linear(2, 2), zero=2)
     with pytest.raises(ValueError, match="sharded already"):
         fully_shard(fully_shard(nn.Linear(2, 2)))
     with pytest.raises(ValueError, match="has no forward"):

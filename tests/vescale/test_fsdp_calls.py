@@ -1,4 +1,4 @@
-"""FSDP2's calls do here what they do there: one scenario, run under both, gives the same numbers on 2, 3 and 4 ranks."""
+"""FSDP2's calls do here what they do there: one scenario under both gives the same numbers on 2, 3 and 4 ranks."""
 
 from __future__ import annotations
 
@@ -349,7 +349,10 @@ def _casts(system: System, cast: bool, output: torch.dtype | None) -> Numbers:
     torch.manual_seed(3)
     model = Takes()
     policy = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16 if cast else None, output_dtype=output, cast_forward_inputs=cast
+        param_dtype=torch.bfloat16 if cast else None,
+        reduce_dtype=torch.float32,
+        output_dtype=output,
+        cast_forward_inputs=cast,
     )
     system.shard(model, mesh=system.mesh, mp_policy=policy)
     xs = [torch.randn(4, 6, requires_grad=i == 0) for i in range(5)]

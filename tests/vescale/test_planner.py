@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 import time
-from itertools import combinations
+from collections.abc import Iterable
+from itertools import combinations, groupby
 from random import Random
 
 import pytest
@@ -13,8 +14,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from vescale import planner
-from vescale.planner import ALIGN, COLLECTIVE, Boundary, SegmentPlan, TensorSpec, plan_segment
-from vescale.segments import SEGMENT, plan_unit
+from vescale.partitions import SEGMENT
+from vescale.planner import ALIGN, COLLECTIVE, SegmentPlan, TensorSpec, even_padding, plan_segment
+from vescale.segments import plan_unit
+from vescale.shards import Boundary
 
 # --- any tensors, any number of ranks ---------------------------------------------------------------------------------
 
@@ -40,6 +43,10 @@ def tensor_lists(draw: st.DrawFn, kinds: tuple[str, ...] = ("float32",)) -> list
     ]
 
 
+def waste_of(plans: Iterable[SegmentPlan]) -> int:
+    return sum(plan.numel - plan.useful for plan in plans)
+
+
 def edges_inside(plan: SegmentPlan, i: int) -> list[int]:
     """Where ranks begin inside tensor ``i``, in elements of the tensor."""
     start, stop = plan.interval(i)
@@ -60,14 +67,14 @@ def assert_sound(plan: SegmentPlan) -> None:
         position = stop
         covered.append((start, stop))
         for edge in edges_inside(plan, i):
-            assert edge % tensor.granularity == 0
+            assert edge % plan.planned[i] == 0
             assert edge % tensor.finest == 0
     assert position <= plan.numel
     runs = sorted([run for run in covered if run[0] < run[1]] + plan.gaps())
     assert [start for start, _ in runs] == [0, *(stop for _, stop in runs[:-1])] and runs[-1][1] == plan.numel
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250, deadline=None, derandomize=True)
 @given(tensor_lists(), world_sizes)
 def test_a_segment_keeps_every_granule_in_one_rank(tensors: list[TensorSpec], num_ranks: int) -> None:
     plan = plan_segment(tensors, num_ranks=num_ranks)
@@ -79,29 +86,34 @@ def test_a_segment_keeps_every_granule_in_one_rank(tensors: list[TensorSpec], nu
     assert plan.cut_bytes == 0
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250, deadline=None, derandomize=True)
 @given(tensor_lists(kinds=("float32", "bfloat16")), world_sizes, st.sampled_from([0.0, 0.01, 0.3, 4.0]))
 @example([TensorSpec("a", 0), TensorSpec("b", 0)], 4, 0.01)
 def test_a_unit_has_a_sound_segment_per_kind_and_pads_within_its_budget(
     tensors: list[TensorSpec], num_ranks: int, max_padding: float
 ) -> None:
     plans = plan_unit(tensors, num_ranks=num_ranks, max_padding=max_padding)
-    assert [plan.kind for plan in plans] == list(dict.fromkeys(tensor.kind for tensor in tensors))
+    kinds = list(dict.fromkeys(tensor.kind for tensor in tensors))
+    assert [kind for kind, _ in groupby(plan.kind for plan in plans)] == kinds
     least, waste, floors = COLLECTIVE * num_ranks, 0, 0
-    for plan in plans:
-        assert_sound(plan)
-        members = [tensor for tensor in tensors if tensor.kind == plan.kind]
-        assert [tensor.name for tensor in plan.tensors] == [tensor.name for tensor in members]
-        assert plan.wanted == tuple(tensor.granularity for tensor in members)
-        finest = plan_segment([t._replace(granularity=t.finest) for t in members], num_ranks=num_ranks)
-        if max_padding * plan.useful < least:
-            assert plan.numel - plan.useful <= max(least, finest.numel - finest.useful)
+    for kind in kinds:
+        segments = [plan for plan in plans if plan.kind == kind]
+        members = {tensor.name: tensor for tensor in tensors if tensor.kind == kind}
+        assert sorted(tensor.name for plan in segments for tensor in plan.tensors) == sorted(members)
+        for plan in segments:
+            assert_sound(plan)
+            assert list(plan.tensors) == [tensor for tensor in members.values() if tensor in plan.tensors]
+            assert all(grain % t.finest == 0 for t, grain in zip(plan.tensors, plan.planned, strict=True))
+        finest = plan_segment([t._replace(granularity=t.finest) for t in members.values()], num_ranks=num_ranks)
+        if max_padding * finest.useful < least:
+            assert len(segments) == 1
+            assert waste_of(segments) <= max(least, waste_of([finest]))
         else:
-            waste, floors = waste + plan.numel - plan.useful, floors + finest.numel - finest.useful
+            waste, floors = waste + waste_of(segments), floors + waste_of([finest])
     assert waste <= max(max_padding * sum(tensor.numel for tensor in tensors), floors)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(tensor_lists(kinds=("float32", "bfloat16")), world_sizes)
 def test_the_same_tensors_give_the_same_plan_and_any_difference_another_digest(
     tensors: list[TensorSpec], num_ranks: int
@@ -117,7 +129,7 @@ def test_the_same_tensors_give_the_same_plan_and_any_difference_another_digest(
     assert plan_unit(tensors, num_ranks=num_ranks + 1)[0].digest() != plans[0].digest()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(tensor_lists(), st.integers(1, 300))
 def test_ranks_hold_consecutive_parts_that_make_up_each_tensor(tensors: list[TensorSpec], num_ranks: int) -> None:
     (plan,) = plan_unit(tensors, num_ranks=num_ranks)
@@ -131,7 +143,7 @@ def test_ranks_hold_consecutive_parts_that_make_up_each_tensor(tensors: list[Ten
             assert stop - start == inside[1] - inside[0]
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500, deadline=None, derandomize=True)
 @given(st.integers(0, 200), st.integers(0, 150), st.integers(1, 60), st.integers(1, 60))
 def test_boundary_granules_are_counted_without_being_visited(
     offset: int, numel: int, granularity: int, shard_size: int
@@ -272,7 +284,7 @@ def test_granules_longer_than_a_shard_are_cut_rather_than_padded() -> None:
 
 def test_nothing_is_relaxed_that_costs_nothing_to_keep() -> None:
     (plan,) = plan_unit(llama_layer(8192, 1024, 28672, rows=None), num_ranks=8)
-    relaxed = {t.numel for t, wanted in zip(plan.tensors, plan.wanted, strict=True) if t.granularity != wanted}
+    relaxed = {t.numel for t, grain in zip(plan.tensors, plan.planned, strict=True) if t.granularity != grain}
     assert relaxed == {8192 * 8192, 28672 * 8192}  # no edge falls into k and v
 
 
@@ -314,14 +326,14 @@ def test_no_other_choice_of_granularities_within_the_budget_costs_less(
 def test_the_finest_granularity_is_the_floor_even_where_it_pads_more_than_the_budget() -> None:
     tensors = [TensorSpec("quantised", 256 * 70, 256 * 35, 256), TensorSpec("norm", 100)]
     (plan,) = plan_unit(tensors, num_ranks=64, max_padding=0.0)
-    assert [tensor.granularity for tensor in plan.tensors] == [256, 1]
+    assert plan.planned == (256, 1)
     assert all(edge % 256 == 0 for edge in edges_inside(plan, 0))
     assert plan.padding == pytest.approx(64 * 512 / (256 * 70 + 100) - 1)
 
 
 def test_a_granularity_that_finest_does_not_divide_is_kept_on_multiples_of_both() -> None:
     plan = plan_segment([TensorSpec("w", 96 * 1000, 96, 256)], num_ranks=7)
-    assert plan.tensors[0].granularity == 768 and plan.wanted == (96,)
+    assert plan.planned == (768,) and plan.tensors[0].granularity == 96
     assert edges_inside(plan, 0) and all(edge % 768 == 0 for edge in edges_inside(plan, 0))
 
 
@@ -364,7 +376,7 @@ def test_segments_that_fit_the_budget_only_one_by_one_do_not_both_spend_it() -> 
 def test_one_rank_holds_everything_whole() -> None:
     (plan,) = plan_unit(llama_layer(768, 192, 2048, rows=None), num_ranks=1)
     assert plan.cut_bytes == 0 and all(plan.holders(i) == range(1) for i in range(9))
-    assert all(tensor.granularity == wanted for tensor, wanted in zip(plan.tensors, plan.wanted, strict=True))
+    assert plan.planned == tuple(tensor.granularity for tensor in plan.tensors)
 
 
 def test_tensors_without_elements_have_a_place_and_nobody_holds_them() -> None:
@@ -403,11 +415,27 @@ def test_a_plan_prints_itself_as_a_table() -> None:
     (plan,) = plan_unit(tensors, num_ranks=4)
     assert str(plan).splitlines() == [
         "segment of float32: 4 ranks x 192 = 768 elements, 712 useful, padding 7.87%, 512 bytes cut",
-        "tensor  offset  elements  granularity  ranks  granules",
-        "up      0       384       128 -> 1     0-1    1 cut, 512 bytes",
-        "norm    384     40        1            2      kept",
-        "down    480     288       96           2-3    kept",
-        "none    768     0         1            -      kept",
+        "tensor  offset  elements  granularity  ranks  kept bytes  cut  cut bytes",
+        "up      0       384       128 -> 1     0-1    1,024       1    512",
+        "norm    384     40        1            2      160",
+        "down    480     288       96           2-3    1,152",
+        "none    768     0         1            -      0",
+    ]
+
+
+def test_a_plan_of_known_shapes_and_owners_says_what_other_rules_pad_and_who_computes_what_is_cut() -> None:
+    tensors = [TensorSpec("up", 384, 128, shape=(12, 32), block=(4, 32)), TensorSpec("norm", 40, shape=(40,), block=())]
+    tensors += [TensorSpec("down", 288, 96, shape=(6, 48), block=(2, 48))]
+    (plan,) = plan_unit(tensors, num_ranks=4)
+    even, lcm = 0 + 0 + 2 * 48, 8 * 96 - 712  # down has 6 rows for 4 ranks; rows of 32, 1 and 48 share multiples of 96
+    assert (even_padding([t.shape or () for t in tensors], num_ranks=4), 768 - 712) == (even, lcm)
+    assert plan.table({("up", 1): 3}).splitlines() == [
+        "segment: 4 ranks x 192 = 768 elements, 712 useful, padding 7.87%"
+        " (FSDP2's Shard(0) 13.48%, row-LCM 7.87%), 512 bytes cut",
+        "tensor  block   offset  elements  granularity  ranks  kept bytes  cut  cut bytes  owners",
+        "up      4 x 32  0       384       128 -> 1     0-1    1,024       1    512        3",
+        "norm            384     40        1            2      160                         -",
+        "down    2 x 48  480     288       96           2-3    1,152                       -",
     ]
 
 

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import math
 import time
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
-from vescale.planner import ALIGN, COLLECTIVE, SegmentPlan, TensorSpec, plan_segment
+from vescale.commit import preview
+from vescale.dbuffer import Layout
+from vescale.fsdp import fully_shard
+from vescale.partitions import ORDERS, SEGMENT, lower_bound
+from vescale.planner import ALIGN, COLLECTIVE, SegmentPlan, TensorSpec, even_padding, lcm_padding, plan_segment
 from vescale.segments import (
     MOST_HARD,
-    SEGMENT,
-    even_padding,
-    lcm_padding,
-    lower_bound,
     plan_hard,
     plan_model,
     plan_unit,
 )
+from vescale.shard_state import state_of
 
 world_sizes = st.one_of(st.integers(1, 16), st.integers(1, 4096), st.sampled_from([2, 3, 5, 7, 61, 127, 1021, 4093]))
 matrices = st.builds(
@@ -75,7 +80,7 @@ DEEPSEEK_MOE = DEEPSEEK_ATTENTION | {
 # --- granules kept at any price ---------------------------------------------------------------------------------------
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(units, world_sizes)
 def test_hard_segments_hold_every_tensor_once_and_cut_nothing(pairs: list[tuple[int, int]], num_ranks: int) -> None:
     tensors = specs(pairs)
@@ -85,7 +90,9 @@ def test_hard_segments_hold_every_tensor_once_and_cut_nothing(pairs: list[tuple[
     for plan in plans:
         assert plan.cut_bytes == 0 and plan.shard_size % COLLECTIVE == 0
         assert all(offset % ALIGN == 0 for offset in plan.offsets)
-        assert list(plan.tensors) == sorted(plan.tensors, key=lambda tensor: int(tensor.name[1:]))
+        orders = [sorted(plan.tensors, key=lambda tensor: int(tensor.name[1:]))]
+        orders += [sorted(orders[0], key=key) for key in ORDERS]
+        assert list(plan.tensors) in orders
         for i, tensor in enumerate(plan.tensors):
             start, stop = plan.interval(i)
             assert i == 0 or plan.interval(i - 1)[1] <= start
@@ -97,7 +104,7 @@ def test_hard_segments_hold_every_tensor_once_and_cut_nothing(pairs: list[tuple[
     assert lower_bound(tensors, num_ranks=num_ranks) <= waste(plans)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80, deadline=None, derandomize=True)
 @given(units, world_sizes)
 def test_the_smallest_budget_is_named_and_can_be_met(pairs: list[tuple[int, int]], num_ranks: int) -> None:
     tensors = specs(pairs)
@@ -133,7 +140,7 @@ def test_layers_reach_the_bound(shapes: dict[str, tuple[int, ...]], rows: int, n
     assert waste(plans) - lower_bound(tensors, num_ranks=num_ranks) <= SEGMENT * MOST_HARD
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 6)), min_size=1, max_size=5), st.integers(1, 6))
 def test_no_single_segment_beats_the_bound(pairs: list[tuple[int, int]], num_ranks: int) -> None:
     """All numbers in alignments of 64, so that alignment decides nothing; every partition is looked at elsewhere."""
@@ -142,15 +149,27 @@ def test_no_single_segment_beats_the_bound(pairs: list[tuple[int, int]], num_ran
     assert lower_bound(tensors, num_ranks=num_ranks) <= plan.numel - plan.useful
 
 
+def test_another_order_is_taken_only_where_it_saves_a_segments_worth() -> None:
+    tensors = specs([(1_835_008, 229_376), (1_835_008, 14_336), (22_544_384, 65_536)])
+    (plan,) = plan_hard(tensors, num_ranks=8)
+    assert [tensor.name for tensor in plan.tensors] == ["t0", "t2", "t1"] and plan.padding == 0
+    assert plan_segment(tensors, num_ranks=8).padding == pytest.approx(0.02)
+    small = specs(
+        [(numel // 128, granularity // 128) for numel, granularity in ((t.numel, t.granularity) for t in tensors)]
+    )
+    (plan,) = plan_hard(small, num_ranks=8)
+    assert list(plan.tensors) == small and plan.padding == pytest.approx(0.02)
+
+
 def test_the_other_rules() -> None:
     assert even_padding([(10, 3), (4,), ()], num_ranks=4) == 2 * 3 + 0 + 3
-    assert lcm_padding([TensorSpec("a", 60, 6), TensorSpec("b", 40, 4)], num_ranks=2) == 2 * 60 - 100
+    assert lcm_padding([(10, 6), (10, 4), ()], num_ranks=2) == 2 * 60 - 101
 
 
 # --- one budget for a model -------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.lists(units, min_size=1, max_size=4), world_sizes, st.sampled_from([0.0, 0.01, 0.3]))
 def test_units_share_one_budget(model: list[list[tuple[int, int]]], num_ranks: int, max_padding: float) -> None:
     tensors = [specs(pairs) for pairs in model]
@@ -209,3 +228,73 @@ def test_all_of_deepseek_v3_is_planned_in_a_moment(num_ranks: int, rows: int | N
     useful = sum(plan.useful for segments in plans for plan in segments)
     assert sum(map(waste, plans)) <= 0.01 * useful
     assert min(seconds) < 1
+
+
+# --- the plans of a sharded module ------------------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    """A head that is the embedding, two equal layers, a scalar and a parameter without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(30, 24)
+        self.layers = nn.ModuleList(nn.Linear(24, 24) for _ in range(2))
+        self.head = nn.Linear(24, 30, bias=False)
+        self.head.weight = self.embed.weight
+        self.scale, self.none = nn.Parameter(torch.ones(())), nn.Parameter(torch.ones(0, 3))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens) * self.scale
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def _sharded() -> nn.Module:
+    model = Tied()
+    for module in (model.embed, *model.layers, model.head, model):
+        fully_shard(module, block_of=lambda name, param: param.shape if param.ndim == 2 and param.numel() else ())
+    return model
+
+
+def _previewed_and_real() -> list[list[tuple[str, list[str]]]]:
+    preview_of = preview(_sharded(), dist.get_world_size())
+    model = _sharded()
+    model(torch.zeros(2, 3, dtype=torch.long))
+    real = [
+        (name, [s.plan for s in m._vescale_state.unit.segments]) for name, m in model.named_modules() if state_of(m)
+    ]
+    return [[(name, [plan.digest() for plan in plans]) for name, plans in units] for units in (preview_of, real)]
+
+
+def test_a_preview_is_the_plan_of_the_run_and_the_same_on_every_rank(pool: Any) -> None:
+    results = pool(3).run(_previewed_and_real)
+    expected = [(name, [plan.digest() for plan in plans]) for name, plans in preview(_sharded(), 3)]
+    assert all(units == expected for result in results for units in result)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4093])
+def test_tied_parameters_have_one_slot_and_those_of_no_dim_and_no_element_have_one_too(num_ranks: int) -> None:
+    plans = dict(preview(_sharded(), num_ranks))
+    names = [tensor.name for segments in plans.values() for plan in segments for tensor in plan.tensors]
+    assert sorted(names) == sorted(name for name, _ in Tied().named_parameters())
+    assert plans["head"] == plans["embed"] == ()
+    (root,) = plans[""]
+    assert {t.name: (t.numel, t.shape) for t in root.tensors} == {
+        "embed.weight": (720, (30, 24)),
+        "scale": (1, ()),
+        "none": (0, (0, 3)),
+    }
+
+
+def test_unequal_capacities_are_previewed_and_not_yet_sharded() -> None:
+    plans = dict(preview(_sharded(), 3, capacity=(1, 1, 2)))
+    assert all(plan.capacity == (1, 1, 2) for segments in plans.values() for plan in segments)
+    with pytest.raises(NotImplementedError, match="capacity: shards of unequal size"):
+        fully_shard(Tied(), capacity=(1, 1, 2))
+    with pytest.raises(ValueError, match="capacity: rank 1"):
+        fully_shard(Tied(), capacity=(1, 0, 2))
+    with pytest.raises(NotImplementedError, match="equal shards"):
+        Layout(plans[""][0], [(30, 24), (), (0, 3)], None)
+    fully_shard(Tied(), capacity=(3, 3, 3))

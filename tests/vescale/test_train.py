@@ -249,6 +249,11 @@ def test_every_wrong_value_is_named_at_once() -> None:
         (["+seed=3"], "unknown key 'seed': choose from data, dry_run, model, name"),
         (["~optimizer"], "missing key 'optimizer'"),
         (["--nope"], "unrecognized arguments: --nope"),
+        (["hydra.run.dir=zzz"], "hydra.run.dir=zzz: Hydra only composes here and makes no folder"),
+        (["name=a/../../b"], "name: expected the name of a folder in runs/, got 'a/../../b'; run_dir=... takes a path"),
+        (["name=.."], "name: expected the name of a folder in runs/"),
+        (["trainer.profile=[3,1]"], "profile: expected null or .first, last. with 1 <= first <= last, got .3, 1."),
+        (["trainer.skip_non_finite=-1"], "skip_non_finite: expected a number of steps >= 0, got -1"),
         (["dry_run=maybe"], "dry_run: expected bool, got 'maybe'"),
         (["world_size=4"], "world_size: only dry_run=true takes it"),
         (["dry_run=true", "world_size=0"], "world_size: expected null or a number > 0, got 0"),
@@ -324,7 +329,7 @@ def _run(argv: list[str]) -> None:
 
 
 def _rows(folder: Path) -> list[dict[str, Any]]:
-    measured = ("tokens_per_second", "memory_gib")
+    measured = ("tokens_per_second", "memory_gib", "tflops_per_device", "step_seconds", "data_wait")
     return [{k: v for k, v in row.items() if k not in measured} for row in read_metrics(folder / "metrics.jsonl")]
 
 
@@ -381,15 +386,13 @@ def test_a_finished_run_is_left_alone_and_a_damaged_one_is_refused(pool: Any, tm
     assert _rows(tmp_path / "run") == before
     _refuses([*argv, "trainer.seed=9"], "holds a run of another configuration: trainer.seed was 0, now 9", capsys)
     _refuses([*argv, "data.seed=9"], "another configuration: data.seed was 0, now 9", capsys)
-    file = next((checkpoints / "step_00000006").glob("*.distcp"))
-    data = file.read_bytes()
-    at = len(data) // 2
-    for damaged, line in (
-        (data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :], "checksum of .* differs; remove the folder to go on from"),
-        (data[:-1], "missing or not of its length; remove the folder to go on from an older one"),
-    ):
-        file.write_bytes(damaged)
-        _refuses(argv, f"step_00000006 is corrupt: .*{line}", capsys)
+    _damage(checkpoints / "step_00000006")
+    pool(2).run(_run, argv)  # the one before goes on, to the same end
+    assert _rows(tmp_path / "run") == before
+    for step in (3, 6):
+        _damage(checkpoints / f"step_0000000{step}", shorten=True)
+    _refuses(argv, "no checkpoint in .*run/checkpoints is good: .*missing or not of its length; remove the", capsys)
+    _restore(checkpoints)
     # Without its seal it is no checkpoint: the one before goes on, to the same end.
     (checkpoints / "step_00000006" / "seal.json").unlink()
     pool(2).run(_run, argv)
@@ -397,6 +400,19 @@ def test_a_finished_run_is_left_alone_and_a_damaged_one_is_refused(pool: Any, tm
     assert sorted(path.parent.name for path in checkpoints.glob("*/seal.json")) == ["step_00000003", "step_00000006"]
     (tmp_path / "run" / "config.json").write_text("{")
     _refuses(argv, "config.json is damaged: .*; give this run its own name=", capsys)
+
+
+def _damage(path: Path, *, shorten: bool = False) -> None:
+    file = next(path.glob("*.distcp"))
+    data = file.read_bytes()
+    at = len(data) // 2
+    file.with_name("kept").write_bytes(data)
+    file.write_bytes(data[:-1] if shorten else data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+
+
+def _restore(checkpoints: Path) -> None:
+    for kept in checkpoints.glob("*/kept"):
+        kept.rename(next(kept.parent.glob("*.distcp")))
 
 
 def _refuses(argv: list[str], line: str, capsys: Any) -> None:

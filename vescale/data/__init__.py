@@ -30,8 +30,10 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import torch
 
+from vescale.data.prefetch import Prefetch as Prefetch
+
 SHIPPED = "shakespeare"
-SHIPPED_FILE = Path(__file__).parent / "texts" / "shakespeare.txt.xz"
+SHIPPED_FILE = Path(__file__).parents[1] / "texts" / "shakespeare.txt.xz"
 IGNORED = -100  # the label that no loss counts: torch.nn.functional.cross_entropy's default ignore_index
 ROUNDS = 8
 ORDER = f"feistel-{ROUNDS}"  # names the order of samples; a run must not go on in another one

@@ -1,0 +1,429 @@
+"""The decoder that every family shares: pre-normalised attention and feed-forward layers, under Hugging Face's names.
+
+    CausalLM
+      model.embed_tokens.weight                       (vocab, hidden)
+      model.layers.0.input_layernorm.weight           (hidden,)
+                    .self_attn...                     models.attention
+                    .post_attention_layernorm.weight  (hidden,)
+                    .mlp...                           models.layers.SwiGLU or models.moe.MoE
+      model.norm.weight                               (hidden,)
+      lm_head.weight                                  (vocab, hidden); the same Parameter as embed_tokens when tied
+
+A family is a config that says which attention and which feed-forward layer stands in layer i: models.llama, .qwen3,
+.mixtral, .gpt_oss, .deepseek_v3.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from models.attention import Mask, causal_mask
+from models.expert_parallel import ExpertParallel, held
+from models.flops import Scores, flops_per_token
+from models.layers import Embedding, Head, Linear, RMSNorm
+from models.moe import Experts, MoE, Router, StackedLinear
+from models.rope import is_positive, rope_problems, rotary_table
+
+
+@dataclass(frozen=True, kw_only=True)
+class CausalLMConfig:
+    """The sizes and switches that every family has, under Hugging Face's names.
+
+    Args:
+        vocab_size: Tokens of the vocabulary.
+        hidden_size: Elements of the residual stream.
+        num_hidden_layers: Decoder layers.
+        num_attention_heads: Query heads.
+        max_position_embeddings: Tokens of the longest sequence that forward takes.
+        rms_norm_eps: Added to the mean square in every norm.
+        rope_theta: Base of the rotary wavelengths.
+        rope_scaling: None, or a mapping with ``rope_type`` "default", "llama3" or "yarn" and that type's keys, which
+            ``models.rope.SCALINGS`` lists.
+        tie_word_embeddings: Whether the head's weight is the embedding's.
+        initializer_range: Standard deviation of the initial weights.
+        checkpoint: "full" keeps only each decoder layer's input for backward and computes the layer again there; "none"
+            keeps everything.
+        loss_chunk_size: Tokens whose logits exist at a time when forward is given labels. 1024 of a vocabulary of
+            128,256 take about 1 GB (fp32 logits and log-probabilities); each chunk reads and writes the gradient of the
+            head once, so fewer tokens are slower.
+        weights: A Hugging Face folder that ``init_weights`` reads; None: it draws them.
+
+    Raises:
+        ValueError: With every problem in one message.
+    """
+
+    vocab_size: int = 32000
+    hidden_size: int = 4096
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    max_position_embeddings: int = 2048
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_scaling: Mapping[str, Any] | None = None
+    tie_word_embeddings: bool = False
+    initializer_range: float = 0.02
+    checkpoint: Literal["none", "full"] = "none"
+    loss_chunk_size: int = 1024
+    weights: str | None = None
+
+    # Integers >= 1, and floats > 0; a family adds its own.
+    counts: ClassVar[tuple[str, ...]] = (
+        "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings",
+        "loss_chunk_size",
+    )  # fmt: skip
+    numbers: ClassVar[tuple[str, ...]] = ("rms_norm_eps", "rope_theta", "initializer_range")
+    switches: ClassVar[tuple[str, ...]] = ("tie_word_embeddings",)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.rope_scaling, Mapping):  # a copy: the caller's may change later
+            object.__setattr__(self, "rope_scaling", dict(self.rope_scaling))
+        problems = list(self._wrong_fields())
+        if not problems:  # only then can sizes be compared
+            problems = list(self.mismatches())
+        problems += rope_problems(self.rope_scaling)
+        if problems:
+            kind = type(self).__name__
+            raise ValueError("\n  ".join([f"{kind} has {len(problems)} problem(s):", *problems]))
+
+    def _wrong_fields(self) -> Iterator[str]:
+        for name in self.counts:
+            if not is_count(getattr(self, name)):
+                yield f"{name}: expected an integer >= 1, got {getattr(self, name)!r}"
+        for name in self.numbers:
+            if not is_positive(getattr(self, name)):
+                yield f"{name}: expected a number > 0, got {getattr(self, name)!r}"
+        for name in self.switches:
+            if not isinstance(getattr(self, name), bool):
+                yield f"{name}: expected true or false, got {getattr(self, name)!r}"
+        if self.checkpoint not in ("none", "full"):
+            yield f"checkpoint: expected 'none' or 'full', got {self.checkpoint!r}"
+
+    # --- what a family says ---
+
+    def mismatches(self) -> Iterator[str]:
+        """Yields what is wrong between fields that are right each by itself."""
+        yield from ()
+
+    def attention(self, layer: int) -> nn.Module:
+        """Returns the attention of a layer."""
+        raise NotImplementedError
+
+    def feed_forward(self, layer: int) -> nn.Module:
+        """Returns what stands behind the attention of a layer: anything from (b, s, hidden) to that, or a ``MoE``."""
+        raise NotImplementedError
+
+    @property
+    def rotary_dim(self) -> int:
+        """Elements of a head that rotate."""
+        raise NotImplementedError
+
+    @property
+    def has_sinks(self) -> bool:
+        """Whether the attention has sinks."""
+        return False
+
+    def window(self, layer: int) -> int | None:
+        """Returns how many keys a query of a layer sees, itself included; None: all."""
+        return None
+
+    def score_dims(self) -> tuple[int, int]:
+        """Returns the elements of a head's query and of its value."""
+        return self.rotary_dim, self.rotary_dim
+
+    # --- what follows from it ---
+
+    def build(self) -> CausalLM:
+        """Returns the model on the current default device, its weights NaN until ``init_weights`` or a load."""
+        return CausalLM(self)
+
+    def num_parameters(self) -> int:
+        """Returns how many parameters the model has; tied ones count once."""
+        return sum(parameter.numel() for parameter in self._on_meta().parameters())
+
+    def num_active_parameters(self) -> int:
+        """Returns how many parameters a token meets: of a mixture of experts, those of the experts it goes to."""
+        model = self._on_meta()
+        idle = sum(_idle(module) for module in model.modules() if isinstance(module, MoE))
+        return sum(parameter.numel() for parameter in model.parameters()) - idle
+
+    def num_matrix_parameters(self) -> int:
+        """Returns how many parameters each token is multiplied by: projections, router, its own experts, the head."""
+        model = self._on_meta()
+        kinds = (Linear, Router, StackedLinear)
+        whole = sum(module.weight.numel() for module in model.modules() if isinstance(module, kinds))
+        idle = sum(_idle(module, matrices=True) for module in model.modules() if isinstance(module, MoE))
+        return whole - idle
+
+    def flops_per_token(self, seq_len: int, *, causal: bool = False) -> float:
+        """Returns the FLOPs of a token's matrix products, forward and backward, as ``models.flops`` counts them."""
+        heads, (query, value) = self.num_attention_heads, self.score_dims()
+        scores = [Scores(heads, query, value, self.window(layer)) for layer in range(self.num_hidden_layers)]
+        return flops_per_token(
+            matrix_parameters=self.num_matrix_parameters(), attention=scores, seq_len=seq_len, causal=causal
+        )
+
+    def _on_meta(self) -> CausalLM:
+        with torch.device("meta"):
+            return self.build()
+
+
+def _idle(moe: MoE, *, matrices: bool = False) -> int:
+    """Parameters of the experts that a token does not go to."""
+    router, experts = moe.chooser, moe.experts
+    total = router.weight.shape[0]
+    owned = [p.numel() for p in experts.parameters() if p.ndim == 3 or not matrices]
+    return sum(owned) // total * (total - router.k)
+
+
+class DecoderLayer(nn.Module):
+    """Attention, then the feed-forward layer, each normalised before and added to the stream after."""
+
+    def __init__(self, config: CausalLMConfig, index: int) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.self_attn = config.attention(index)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = config.feed_forward(index)
+
+    def forward(
+        self, hidden: torch.Tensor, balance: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mask: Mask
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the stream after this layer, and the balancing loss so far.
+
+        Args:
+            hidden: (b, s, hidden) floating point.
+            balance: () floating point.
+            cos: As ``Attention.forward``.
+            sin: Likewise.
+            mask: Likewise.
+        """
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin, mask)
+        out = self.mlp(self.post_attention_layernorm(hidden))
+        if isinstance(self.mlp, MoE):
+            out, aux = out
+            balance = balance + aux
+        return hidden + out, balance
+
+
+class Decoder(nn.Module):
+    """Everything but the head; Hugging Face's ``model.`` prefix."""
+
+    def __init__(self, config: CausalLMConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config, index) for index in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(
+        self, input_ids: torch.Tensor, offsets: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the normalised stream after the last layer, and the balancing loss of all layers.
+
+        Args:
+            input_ids: (b, s) int64; with ``offsets``, b is 1.
+            offsets: (documents + 1,) integers: document i is tokens ``[offsets[i], offsets[i + 1])``. None: each row is
+                one.
+
+        Returns:
+            (b, s, hidden), dtype of the embedding; () float32.
+        """
+        config, device = self.config, input_ids.device
+        hidden = self.embed_tokens(input_ids)
+        positions = torch.arange(input_ids.shape[1], device=device)
+        documents = None
+        if offsets is not None:
+            documents = torch.searchsorted(offsets[1:].contiguous(), positions, right=True)
+            positions = positions - offsets[documents]
+        cos, sin = rotary_table(
+            positions, config.rotary_dim, theta=config.rope_theta, scaling=config.rope_scaling, dtype=hidden.dtype
+        )
+        windows = [config.window(index) for index in range(len(self.layers))]
+        mask_of = partial(causal_mask, len(positions), documents=documents, sinks=config.has_sinks, device=device)
+        masks = {window: mask_of(window=window) for window in set(windows)}
+        balance = torch.zeros((), device=device)
+        for layer, window in zip(self.layers, windows, strict=True):
+            inputs = (hidden, balance, cos, sin, masks[window])
+            if config.checkpoint == "full":  # nothing in a layer is random: keeping the generator's state only waits
+                hidden, balance = checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=False)
+            else:
+                hidden, balance = layer(*inputs)
+        return self.norm(hidden), balance
+
+
+class CausalLM(nn.Module):
+    """A causal language model; see the module's docstring for its parameters.
+
+    Building it draws no random number and leaves the matrices NaN; ``init_weights`` or ``models.hf.load_weights`` fills
+    them.
+    """
+
+    def __init__(self, config: CausalLMConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Decoder(config)
+        self.lm_head = Head(config.hidden_size, config.vocab_size, chunk_size=config.loss_chunk_size)
+        self.tie_weights()
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        """Returns the logits, or with labels the sum of the token losses, whose logits never exist whole.
+
+        Documents packed into one batch are a jagged tensor, ``torch.nested.nested_tensor(documents,
+        layout=torch.jagged)``: none attends to another, positions begin at 0 in each, and nothing is padded.
+
+        The balancing loss of a mixture of experts is in the gradient of the loss and not in its value, so that losses
+        of different models compare.
+
+        Args:
+            input_ids: (b, s) int64, or jagged (documents, j).
+            labels: Like ``input_ids``, already shifted: ``labels[:, i]`` is what should follow ``input_ids[:, i]``;
+                -100 for no loss. Or None.
+
+        Returns:
+            (b, s, vocab) in the dtype of the weights, jagged if ``input_ids`` is, or 0-d float32.
+
+        Raises:
+            ValueError: If the shapes are wrong or the sequence is longer than ``max_position_embeddings``.
+        """
+        _check(input_ids, labels, longest=self.config.max_position_embeddings)
+        if not input_ids.is_nested:
+            hidden, balance = self.model(input_ids)
+            return self._with(balance, self.lm_head(hidden, labels), labels)
+        offsets = input_ids.offsets()  # type: ignore[attr-defined]  # what jagged tensors have
+        hidden, balance = self.model(input_ids.values()[None], offsets)
+        out = self.lm_head(hidden[0], None if labels is None else labels.values())
+        if labels is None:
+            return torch.nested.nested_tensor_from_jagged(out, offsets)
+        return self._with(balance, out, labels)
+
+    @staticmethod
+    def _with(balance: torch.Tensor, out: torch.Tensor, labels: torch.Tensor | None) -> torch.Tensor:
+        """The loss, with the gradient of the balancing loss but not its value."""
+        return out if labels is None or not balance.requires_grad else out + (balance - balance.detach())
+
+    def units(self) -> list[nn.Module]:
+        """Returns the modules to shard one by one, in the order of forward; the rest belongs in one more unit."""
+        return list(self.model.layers)
+
+    def expert_units(self) -> list[nn.Module]:
+        """Returns the stacks of experts, to shard one by one, before ``units``, where they are dealt over ranks."""
+        return [module for module in self.modules() if isinstance(module, Experts)]
+
+    def deal_experts(self, group: dist.ProcessGroup) -> None:
+        """Leaves this rank its part of every stack of experts; tokens travel. Call it before sharding, on any device.
+
+        Args:
+            group: The ranks among which each stack is dealt.
+        """
+        for moe in self._moes().values():
+            parallel = ExpertParallel(group, moe.chooser.weight.shape[0])
+            parallel.keep(moe.experts)
+            moe.run = parallel
+
+    @torch.no_grad()
+    def finish_step(self) -> dict[str, torch.Tensor]:
+        """Corrects the routers by what they chose since the last call, over all ranks; call it once per optimizer step.
+
+        Returns:
+            Per layer with experts, the tokens of the busiest expert over the mean, () float32, equal on every rank.
+            Empty for a dense model.
+        """
+        routers = {name: moe.chooser for name, moe in self._moes().items()}
+        if not routers or any(router.counted is None for router in routers.values()):
+            return {}
+        counted = torch.stack([router.counted for router in routers.values()])  # type: ignore[misc]
+        if dist.is_initialized():
+            dist.all_reduce(counted)
+        for router, load in zip(routers.values(), counted, strict=True):
+            router.correct(load)
+            router.counted = None
+        busiest = counted.amax(dim=1) / counted.float().mean(dim=1)
+        return {f"expert_load/{name}": value for name, value in zip(routers, busiest, strict=True)}
+
+    def _moes(self) -> dict[str, MoE]:
+        return {name: module for name, module in self.named_modules() if isinstance(module, MoE)}
+
+    def tie_weights(self) -> None:
+        """Points the head at the embedding's Parameter if they are tied; ``to_empty`` gives each of them its own."""
+        if self.config.tie_word_embeddings and self.lm_head.weight is not self.model.embed_tokens.weight:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Fills every parameter and buffer in place, from the folder ``config.weights`` or from the default generator.
+
+        Drawn in the order of ``named_parameters``, whole stacks of experts also where a rank keeps a part. Matrices are
+        normal with standard deviation ``initializer_range``; those that write to the residual stream with that divided
+        by ``sqrt(2 num_hidden_layers)``, so that the stream's variance does not grow with depth (GPT-2, "Language
+        Models are Unsupervised Multitask Learners", section 2.3). Norms are ones; biases, sinks and corrections zeros.
+        """
+        self.tie_weights()
+        for buffer in self.buffers():
+            buffer.zero_()
+        if self.config.weights is not None:
+            from models.hf import load_weights  # which knows every family
+
+            load_weights(self, self.config.weights)
+            return
+        std = self.config.initializer_range
+        for name, parameter in self.named_parameters():
+            if name.endswith(("bias", "sinks")):
+                parameter.zero_()
+            elif parameter.ndim == 1:
+                parameter.fill_(1.0)
+            elif name.endswith(("o_proj.weight", "down_proj.weight")):
+                _draw(parameter, std / math.sqrt(2 * self.config.num_hidden_layers))
+            else:
+                _draw(parameter, std)
+
+
+def _draw(parameter: torch.Tensor, std: float) -> None:
+    part = held(parameter)
+    if part is None:
+        parameter.normal_(0.0, std)
+        return
+    whole = torch.empty((part.total, *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device)
+    parameter.copy_(whole.normal_(0.0, std)[part.first : part.stop])
+
+
+def _check(input_ids: torch.Tensor, labels: torch.Tensor | None, *, longest: int) -> None:
+    """Raises ValueError unless the shapes fit; looks at shapes only, so the device is not waited for."""
+    problems: list[str] = []
+    if input_ids.is_nested:
+        problems += _jagged_problems(input_ids, labels, longest=longest)
+    elif input_ids.ndim != 2 or not input_ids.numel():
+        problems.append(f"input_ids: expected (batch, sequence) with at least one token, got {tuple(input_ids.shape)}")
+    elif input_ids.shape[1] > longest:
+        got = input_ids.shape[1]
+        problems.append(f"input_ids: expected at most max_position_embeddings = {longest} tokens, got {got}")
+    if not input_ids.is_nested and labels is not None and labels.shape != input_ids.shape:
+        problems.append(f"labels: expected the shape of input_ids, {tuple(input_ids.shape)}, got {tuple(labels.shape)}")
+    if problems:
+        raise ValueError("; ".join(problems))
+
+
+def _jagged_problems(input_ids: torch.Tensor, labels: torch.Tensor | None, *, longest: int) -> Iterator[str]:
+    if input_ids.layout is not torch.jagged or input_ids.ndim != 2:
+        yield f"input_ids: expected a jagged tensor (documents, tokens), got {input_ids.ndim} dims, {input_ids.layout}"
+        return
+    offsets = input_ids.offsets()  # type: ignore[attr-defined]  # what jagged tensors have
+    # On a GPU the lengths are not read: that would wait for it.
+    if offsets.device.type == "cpu" and int(offsets.diff().max()) > longest:
+        got = int(offsets.diff().max())
+        yield f"input_ids: expected documents of at most max_position_embeddings = {longest} tokens, got {got}"
+    if labels is not None and not (labels.is_nested and labels.values().shape == input_ids.values().shape):
+        yield "labels: expected a jagged tensor with the documents of input_ids"
+
+
+def is_count(value: object) -> bool:
+    """Returns whether ``value`` is an integer >= 1; a bool is none here."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -1,0 +1,140 @@
+"""Files of a Hugging Face folder: safetensors in one piece or several with their index, read by header and streamed.
+
+model.safetensors                      one file of weights; or
+model-00001-of-00002.safetensors ...   several, and
+model.safetensors.index.json           which of them holds each tensor
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+class Stored(NamedTuple):
+    """A tensor in a file, known from the file's header."""
+
+    path: Path
+    shape: tuple[int, ...]
+    dtype: str  # as safetensors names it, "BF16"
+
+
+def read_headers(folder: Path) -> tuple[dict[str, Stored], list[str]]:
+    """Returns every tensor in the folder's files of weights, and what is wrong with the files."""
+    names_of, problems = _files(folder)
+    stored: dict[str, Stored] = {}
+    for path, names in names_of.items():
+        try:
+            with safe_open(path, framework="pt") as file:
+                slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  a handle, not a mapping
+        except (OSError, SafetensorError) as error:
+            problems.append(f"{path.name}: cannot be read, {error}")
+            problems += [f"{path.name}: would hold {name}" for name in names]
+            continue
+        problems += [f"{path.name}: lacks {name}, which {INDEX} says it holds" for name in names if name not in slices]
+        problems += [f"{path.name}: {name} is in {stored[name].path.name} too" for name in slices if name in stored]
+        stored |= {name: Stored(path, tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
+    return stored, problems
+
+
+def _files(folder: Path) -> tuple[dict[Path, list[str]], list[str]]:
+    """Returns each file of weights with the names that an index says it holds, and what is wrong with the index."""
+    if (folder / SINGLE).exists():
+        return {folder / SINGLE: []}, []
+    if not (folder / INDEX).exists():
+        return {}, [f"{SINGLE}: not in the folder, and no {INDEX} either"]
+    try:
+        names_of: dict[Path, list[str]] = {}
+        for name, file in read_json(folder / INDEX)["weight_map"].items():
+            names_of.setdefault(folder / file, []).append(name)
+        return names_of, []
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        return {}, [f"{INDEX}: expected a weight_map of names to files, {type(error).__name__}: {error}"]
+
+
+def write_weights(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], *, shard_bytes: int) -> torch.dtype:
+    """Writes the tensors to one file, or to several and their index, holding one file's worth at a time.
+
+    Args:
+        folder: Exists.
+        tensors: Under the names to store them by; taken one by one.
+        shard_bytes: Most bytes of tensors in one file.
+
+    Returns:
+        The dtype of the first.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    files: list[dict[str, int]] = []  # of each file, the bytes of each tensor
+    pending: dict[str, torch.Tensor] = {}
+    dtype: torch.dtype | None = None
+    for name, tensor in tensors:
+        dtype = dtype or tensor.dtype
+        if pending and sum(t.nbytes for t in pending.values()) + tensor.nbytes > shard_bytes:
+            files.append(_write_file(folder / f"{len(files)}.partial", pending))
+            pending = {}
+        pending[name] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+    if dtype is None:
+        raise ValueError("tensors: expected at least one, got none")
+    files.append(_write_file(folder / f"{len(files)}.partial", pending))
+    _name_files(folder, files)
+    return dtype
+
+
+def _write_file(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, int]:
+    """Writes one file; returns the bytes of each of its tensors."""
+    save_file(tensors, path, metadata={"format": "pt"})  # transformers 4 refuses a file without it
+    return {name: tensor.nbytes for name, tensor in tensors.items()}
+
+
+def _name_files(folder: Path, files: list[dict[str, int]]) -> None:
+    """Gives the files their final names, which contain their number, and writes the index if there are several."""
+    if len(files) == 1:
+        (folder / "0.partial").rename(folder / SINGLE)
+        return
+    weight_map: dict[str, str] = {}
+    for i, sizes in enumerate(files):
+        final = f"model-{i + 1:05d}-of-{len(files):05d}.safetensors"
+        (folder / f"{i}.partial").rename(folder / final)
+        weight_map |= dict.fromkeys(sizes, final)
+    total = sum(sum(sizes.values()) for sizes in files)
+    write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Returns the object in a JSON file.
+
+    Raises:
+        ValueError: If it is not there or is no JSON object.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: expected a JSON file, {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: expected a JSON object, got {type(value).__name__}")
+    return value
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Writes a JSON object."""
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def sync(path: Path) -> None:
+    """Waits until a file's or a folder's contents are on the disk, so that no rename can overtake them."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,159 @@
+"""config.json of a Hugging Face folder: keys of transformers 4 or 5 are read, of 4 written (5 reads them too)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from models.decoder import CausalLMConfig
+from models.deepseek_v3 import DeepseekV3Config
+from models.files import read_json
+from models.gpt_oss import GptOssConfig
+from models.llama import LlamaConfig
+from models.mixtral import MixtralConfig
+from models.qwen3 import Qwen3Config, Qwen3MoeConfig
+
+CONFIG = "config.json"
+
+# Fields that config.json says nothing of.
+OURS = ("checkpoint", "loss_chunk_size", "weights", "force_balance", "router_bias_rate")
+
+
+class Family(NamedTuple):
+    """What config.json says of a family beside the fields of its config."""
+
+    config: type[CausalLMConfig]
+    architecture: str
+    # Keys that would change the arithmetic, and the one value of each that is computed; written so, refused otherwise.
+    fixed: dict[str, Any]
+    synonyms: dict[str, str] = {}  # a key that some versions write for a field
+
+
+_DENSE = {"hidden_act": "silu", "attention_dropout": 0.0, "attention_bias": False}
+_QWEN3 = {**_DENSE, "use_sliding_window": False}
+
+FAMILIES = {
+    "llama": Family(LlamaConfig, "LlamaForCausalLM", {**_DENSE, "mlp_bias": False}),
+    "qwen3": Family(Qwen3Config, "Qwen3ForCausalLM", _QWEN3),
+    "qwen3_moe": Family(
+        Qwen3MoeConfig,
+        "Qwen3MoeForCausalLM",
+        {**_QWEN3, "decoder_sparse_step": 1, "mlp_only_layers": []},
+        {"num_local_experts": "num_experts"},
+    ),
+    "mixtral": Family(
+        MixtralConfig,
+        "MixtralForCausalLM",
+        {"hidden_act": "silu", "attention_dropout": 0.0, "sliding_window": None, "router_jitter_noise": 0.0},
+    ),
+    "gpt_oss": Family(
+        GptOssConfig,
+        "GptOssForCausalLM",
+        {"hidden_act": "silu", "attention_dropout": 0.0, "attention_bias": True},
+        {"num_experts": "num_local_experts"},
+    ),
+    "deepseek_v3": Family(
+        DeepseekV3Config,
+        "DeepseekV3ForCausalLM",
+        {**_DENSE, "moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    ),
+}
+
+
+def model_type_of(config: CausalLMConfig) -> str:
+    """Returns Hugging Face's word for the family of a config."""
+    return next(name for name, family in FAMILIES.items() if family.config is type(config))
+
+
+def load_config(folder: str | Path, **choices: Any) -> CausalLMConfig:
+    """Returns the config of the model in ``folder``.
+
+    Args:
+        folder: With a config.json.
+        **choices: Fields to set or override; config.json says nothing of those in ``OURS``.
+
+    Raises:
+        ValueError: If config.json is missing, is no JSON object, or describes a model that is not computed here; all in
+            one message.
+    """
+    path = Path(folder) / CONFIG
+    raw = read_json(path)
+    model_type = raw.get("model_type")
+    if model_type not in FAMILIES:
+        raise ValueError(f"{path}: model_type: expected one of {', '.join(FAMILIES)}, got {model_type!r}")
+    family = FAMILIES[model_type]
+    problems = list(_unlike(model_type, family, raw))
+    raw = {family.synonyms.get(key, key): value for key, value in raw.items()}
+    names = {field.name for field in dataclasses.fields(family.config)} - {"rope_theta", "rope_scaling", *OURS}
+    fields = {name: raw[name] for name in names if name in raw} | _rope_fields(raw) | choices
+    try:
+        config = family.config(**fields)
+    except ValueError as error:
+        problems.append(str(error))
+    if problems:
+        raise ValueError("\n  ".join([f"{path} is not a model that can be loaded:", *problems]))
+    return config
+
+
+def config_json(config: CausalLMConfig, dtype: torch.dtype, other_keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the config.json of ``config`` and, of ``other_keys``, those that it does not set itself.
+
+    Args:
+        config: Of the model.
+        dtype: Of the stored weights.
+        other_keys: Of another config.json, such as the ids of special tokens.
+    """
+    model_type = model_type_of(config)
+    family = FAMILIES[model_type]
+    # transformers 5 says in these two what the keys of 4 below say.
+    dropped = {"rope_parameters", "dtype", *family.synonyms}
+    kept = {key: value for key, value in other_keys.items() if key not in dropped}
+    fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name not in OURS}
+    extra = {"num_key_value_heads": config.num_attention_heads} if model_type == "deepseek_v3" else {}
+    return kept | {
+        "architectures": [family.architecture],
+        "model_type": model_type,
+        **family.fixed,
+        **extra,
+        **fields,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+    }
+
+
+def _unlike(model_type: str, family: Family, raw: Mapping[str, Any]) -> Iterator[str]:
+    """Yields each key that asks for arithmetic that is not computed here."""
+    for key, fixed in family.fixed.items():
+        if raw.get(key) not in (None, fixed):
+            yield f"{key}: expected {fixed!r}, got {raw[key]!r}"
+    if raw.get("quantization_config") is not None:
+        yield "quantization_config: expected weights that are not quantised"
+    layers = raw.get("layer_types")
+    if layers is not None:
+        kinds = ("sliding_attention", "full_attention") if model_type == "gpt_oss" else ("full_attention",)
+        if layers != [kinds[i % len(kinds)] for i in range(len(layers))]:
+            yield f"layer_types: expected {' and '.join(kinds)} in turn, got {layers!r}"
+
+
+def _rope_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns rope_theta and rope_scaling of a config.json; empty if it leaves them to the family.
+
+    transformers 4 has ``rope_theta`` beside ``rope_scaling`` (older files say "type" for "rope_type"); 5 has both in
+    ``rope_parameters``.
+    """
+    rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    ours = ("rope_theta", "rope_type", "type")
+    scaling = {key: value for key, value in rope.items() if key not in ours and value is not None}
+    fields = {"rope_theta": theta} if (theta := rope.get("rope_theta", raw.get("rope_theta"))) is not None else {}
+    if rope_type in ("llama3", "yarn"):  # transformers' own default
+        scaling.setdefault("original_max_position_embeddings", raw.get("max_position_embeddings"))
+    if scaling.get("partial_rotary_factor") == 1.0:
+        del scaling["partial_rotary_factor"]
+    if not rope and "rope_scaling" not in raw and "rope_parameters" not in raw:
+        return fields
+    plain = rope_type == "default" and not scaling
+    return fields | {"rope_scaling": None if plain else {"rope_type": rope_type, **scaling}}

@@ -1,0 +1,215 @@
+"""The record of a run: what was trained, from what, by which code, and how far, in one JSON file.
+
+It lies in the run's folder and in every checkpoint. The checksums in it do not depend on how tensors are cut
+(``vescale/checksum.py``), so runs on different machines can be compared::
+
+    python -m vescale.record verify DIR       computes a checkpoint's checksums again and says what differs
+    python -m vescale.record compare A B      says how two runs differ, from their records
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from vescale import checkpoint
+from vescale.checkpoint import RANDOM, RECORD
+from vescale.checksum import checksum
+from vescale.saver import checksums
+
+PACKAGES = ("torch", "numpy", "triton", "wandb", "safetensors", "tokenizers")
+SHOWN = 20  # differences that are printed; the rest is counted
+
+
+def facts(settings: Mapping[str, Any], *, data: Mapping[str, Any], world: int, device: torch.device) -> dict[str, Any]:
+    """Returns what does not change during a run, in JSON's types.
+
+    Args:
+        settings: The resolved configuration.
+        data: What the data say of themselves: ``Dataset.describe``.
+        world: Number of ranks.
+        device: Of rank 0.
+    """
+    config = json.dumps(settings, sort_keys=True)
+    parallelism = settings.get("parallelism", {})
+    return {
+        "config": dict(settings),
+        "config_sha256": hashlib.sha256(config.encode()).hexdigest(),
+        "data": dict(data),
+        "seeds": {"weights": settings.get("trainer", {}).get("seed"), "data": data.get("seed")},
+        "git": git_state(Path(__file__).parent),
+        "versions": {"python": platform.python_version(), **_versions()},
+        "mesh": {"ranks": world, **{key: parallelism[key] for key in ("dp_shard", "zero") if key in parallelism}},
+        "machine": {
+            "host": platform.node(),
+            "system": platform.platform(),
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+            "cores": os.cpu_count(),
+        },
+    }
+
+
+def git_state(folder: Path) -> dict[str, Any]:
+    """Returns the commit that ``folder`` is at, and a hash of what was changed since; empty outside a checkout."""
+
+    def ask(*words: str) -> str | None:
+        try:
+            done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=10)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout if done.returncode == 0 else None
+
+    commit, changes = ask("rev-parse", "HEAD"), ask("diff", "HEAD")
+    if commit is None:
+        return {}
+    changed = hashlib.sha256(changes.encode()).hexdigest() if changes else None
+    return {"commit": commit.strip(), "changed_sha256": changed}
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+# --- verify ---
+
+
+def verify(path: Path) -> list[str]:
+    """Returns what differs between a checkpoint and its record, one line each; tensors are read one at a time.
+
+    Args:
+        path: A checkpoint, or a run's folder, whose newest one is taken.
+
+    Raises:
+        ValueError: If there is none, or its files are damaged.
+    """
+    folder = checkpoint_in(path)
+    checkpoint.verify(folder)
+    record = read(folder)
+    metadata = dcp.FileSystemReader(folder).read_metadata()
+    sums: dict[str, int] = {}
+    for name, stored in sorted(metadata.state_dict_metadata.items()):
+        if name.startswith(RANDOM):
+            continue
+        value = torch.empty(stored.size, dtype=stored.properties.dtype)  # type: ignore[union-attr]
+        checkpoint.read(folder, {name: value}, metadata=metadata)
+        sums[name] = checksum(value, name=name)
+    return [line for line in differences(checksums(sums), {k: record.get(k) for k in checksums({})}, "is", "recorded")]
+
+
+def checkpoint_in(path: Path) -> Path:
+    """Returns ``path`` if it is a checkpoint, else the newest one of the run whose folder it is.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    if (path / checkpoint.SEAL).is_file():
+        return path
+    found = checkpoint.newest(path / "checkpoints") or checkpoint.newest(path)
+    if found is None:
+        raise ValueError(f"{path} is no checkpoint, and no folder of a run that has one")
+    return found
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Returns the record in a run's folder, in a checkpoint, or in the file itself.
+
+    Raises:
+        ValueError: If there is none, or it cannot be read.
+    """
+    file = path / RECORD if path.is_dir() else path
+    try:
+        record = json.loads(file.read_text())
+    except (OSError, ValueError) as problem:
+        raise ValueError(f"{path} has no record that can be read: {problem}") from None
+    if not isinstance(record, dict):
+        raise ValueError(f"{file} holds no record")
+    return record
+
+
+# --- compare ---
+
+
+def differences(a: Mapping[str, Any], b: Mapping[str, Any], in_a: str, in_b: str) -> Iterator[str]:
+    """Yields a line for each dotted key whose value differs; ``in_a`` and ``in_b`` name the two sides."""
+    left, right, nothing = _flat(a), _flat(b), "nothing"
+    for key in sorted({*left, *right}):
+        one, other = left.get(key, nothing), right.get(key, nothing)
+        if one != other and not _both_nan(one, other):
+            yield f"{key}: {in_a} {one}, {in_b} {other}"
+
+
+def _both_nan(one: Any, other: Any) -> bool:
+    return all(isinstance(value, float) and math.isnan(value) for value in (one, other))
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, value in values.items():
+        out |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return out
+
+
+def explain(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+    """Returns how two records differ: first what they mean together, then key by key."""
+    same = {key: a.get(key) == b.get(key) for key in ("weights", "optimizer", "config_sha256", "data", "git", "step")}
+    began = all(same[key] for key in ("config_sha256", "data", "git"))
+    if same["weights"] and same["optimizer"]:
+        verdict = "the weights and the optimizer's state are bit for bit the same"
+    elif not same["step"]:
+        verdict = f"they are at different steps: {a.get('step')} and {b.get('step')}"
+    elif began:
+        verdict = (
+            "the same configuration, data and code, yet other weights: the ranks, the machine or the versions differ"
+        )
+    else:
+        causes = {"config_sha256": "configuration", "data": "data", "git": "code"}
+        verdict = f"other weights, from another {' and '.join(w for key, w in causes.items() if not same[key])}"
+    hidden = ("tensors", "config_sha256")
+    shown = [{key: value for key, value in record.items() if key not in hidden} for record in (a, b)]
+    return [verdict, *differences(shown[0], shown[1], "A", "B")]
+
+
+# --- the command ---
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; returns 0 when all agrees, 1 when something differs, 2 for input that cannot be read."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    try:
+        if len(words) == 2 and words[0] == "verify":
+            found = verify(Path(words[1]))
+            print(f"{checkpoint_in(Path(words[1]))}: {'differs' if found else 'all checksums agree'}")
+        elif len(words) == 3 and words[0] == "compare":
+            verdict, *found = explain(read(Path(words[1])), read(Path(words[2])))
+            print(verdict)
+        else:
+            raise ValueError("expected: verify DIR, or compare A B")
+    except (ValueError, OSError) as problem:
+        print(f"vescale.record: {' '.join(str(problem).split())}", file=sys.stderr)
+        return 2
+    print("\n".join(f"  {line}" for line in found[:SHOWN]) or "  nothing differs")
+    if len(found) > SHOWN:
+        print(f"  and {len(found) - SHOWN} more")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
