@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 import recipes
 from vescale.tracking import read_metrics
-from vescale.train import compose, prepare
+from vescale.train import compose, describe, prepare
 
 FOLDER = Path(recipes.__file__).parent
 NAMES = sorted(path.stem for path in (FOLDER / "recipe").glob("*.yaml"))
@@ -107,7 +107,7 @@ def test_a_recipe_plans(name: str, world: int) -> None:
     """Every kind of layer once: as many layers as the dense ones and one more; the rest have the same plans."""
     layers = 4 if "deepseek" in name else 1
     words = [f"recipe={name}", f"model.num_hidden_layers={layers}", f"trainer.global_batch={world}"]
-    text = prepare(compose(words)).describe(world)
+    text = describe(prepare(compose(words)), world)
     assert f"{world} ranks" in text and "padding" in text
 
 
