@@ -30,6 +30,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from vescale.optimizer import Optimizer
+from vescale.rows import rows_of
 
 SEAL, RECORD = "seal.json", "record.json"
 PARTIAL = ".partial"
@@ -169,11 +170,15 @@ def tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:
     """Returns every tensor of the run under its name; tied parameters once, under their first name."""
     seen: set[int] = set()
     found: dict[str, torch.Tensor] = {}
+    parts: dict[str, Any] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if id(value) not in seen:
             seen.add(id(value))
-            found[f"model.{name}"] = value.detach()
-    return found | {f"optimizer.{name}": value for name, value in optimizer.named_state().items()}
+            parts[name] = getattr(value, "part_of", None)
+            found[f"model.{name}"] = rows_of(value.detach(), parts[name])
+    for name, value in optimizer.named_state().items():
+        found[f"optimizer.{name}"] = rows_of(value, parts.get(name.rpartition(".")[0]))
+    return found
 
 
 def random_state() -> dict[str, torch.Tensor]:

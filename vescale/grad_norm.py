@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from vescale import collectives
 from vescale.ragged_tensor import RaggedTensor
@@ -18,7 +19,11 @@ from vescale.ragged_tensor import RaggedTensor
 
 @torch.no_grad()
 def clip_grad_norm_(
-    parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    scaled: Sequence[torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Scales gradients in place so that their joint norm is at most ``max_norm``; returns the norm before.
 
@@ -28,6 +33,7 @@ def clip_grad_norm_(
             the other ranks of ``part_of.group``.
         max_norm: Upper bound of the norm, in units of the gradient; ``inf`` only measures.
         norm_type: Order of the norm, > 0; ``inf`` for the largest magnitude.
+        scaled: The parameters whose gradients are scaled, of ``parameters``; None: all.
 
     Returns:
         () float32, a plain tensor, equal on every rank.
@@ -44,10 +50,24 @@ def clip_grad_norm_(
     if not math.isinf(max_norm):
         # 1e-6 as in torch.nn.utils.clip_grad_norm_. No branch on the norm: nothing here reads the device.
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        locals_ = [_local(grad) for grad in grads]
+        targets = params if scaled is None else scaled
+        locals_ = [_local(param.grad) for param in targets if param.grad is not None]
         if locals_:
             torch._foreach_mul_(locals_, scale)
     return norm
+
+
+@torch.no_grad()
+def non_finite(norm: torch.Tensor) -> torch.Tensor:
+    """Returns the flag that makes ``Optimizer.step(skip=...)`` write nothing when the norm is not finite.
+
+    Args:
+        norm: () float32, as ``clip_grad_norm_`` returns it: NaN or infinite if one gradient anywhere is.
+
+    Returns:
+        () float32 on the same device, 1.0 or 0.0; the device is not read.
+    """
+    return 1.0 - torch.isfinite(norm).to(torch.float32)
 
 
 @torch.no_grad()
@@ -77,16 +97,30 @@ def _by_groups(
     """Local gradients by the groups over which their powers add up: that of their cut, then that of their parts."""
     found: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
     for grad, part in zip(grads, parts, strict=True):
-        cut = (grad.group,) if isinstance(grad, RaggedTensor) else ()
+        cut = grad.groups if isinstance(grad, RaggedTensor) else _shard_groups(grad)
         found.setdefault(cut + ((part.group,) if part is not None else ()), []).append(_local(grad))
     return found
+
+
+def _shard_groups(grad: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
+    """The groups over which a stock DTensor is cut; none for a plain tensor.
+
+    Raises:
+        ValueError: If it is a partial sum, whose norm is not known.
+    """
+    if not isinstance(grad, DTensor):
+        return ()
+    if any(placement.is_partial() for placement in grad.placements):
+        raise ValueError(f"clip_grad_norm_: a gradient is {grad.placements}, a partial sum; redistribute it first")
+    axes = (axis for axis, placement in enumerate(grad.placements) if not placement.is_replicate())
+    return tuple(grad.device_mesh.get_group(axis) for axis in axes)
 
 
 def _power(local: torch.Tensor, p: float) -> torch.Tensor:
     """Sum of |x|**p, or the largest |x|; zero for an empty run."""
     if local.numel() == 0:
         return torch.zeros((), dtype=torch.float32, device=local.device)
-    norm = torch.linalg.vector_norm(local, p, dtype=torch.float32)
+    norm = torch.linalg.vector_norm(local, p, dtype=torch.promote_types(local.dtype, torch.float32)).float()
     return norm if math.isinf(p) else norm**p
 
 
@@ -96,4 +130,4 @@ def _combine(parts: list[torch.Tensor], p: float) -> torch.Tensor:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor if isinstance(tensor, RaggedTensor) else tensor
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

@@ -21,18 +21,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from vescale import checkpoint, deterministic, record
 from vescale.collectives import same_on_every_rank
 from vescale.commit import preview
 from vescale.data import IGNORED, Batch, Dataset, Prefetch
 from vescale.fsdp import fully_shard
-from vescale.grad_norm import clip_grad_norm_
 from vescale.health import Health, first_bad
 from vescale.job import RunConfig, TrainerConfig
 from vescale.journal import Journal
-from vescale.mesh import make_mesh, pick_device, process_group, rank_of_job
+from vescale.mesh import make_expert_mesh, make_mesh, pick_device, process_group, rank_of_job
 from vescale.optimizer import Optimizer
 from vescale.planner import SegmentPlan
 from vescale.profile import Profile
@@ -64,12 +63,13 @@ class Trainer:
     peaks: list[float]  # learning rate of each group as its rule states it; the groups hold scaled ones
     step: int  # optimizer steps completed
     journal: Journal | None  # on rank 0
+    loads: dict[str, Tensor]  # what the last step said of its experts
     _kept: int | None  # step of the newest checkpoint that is whole or being written
 
     def __init__(self, run: RunConfig, *, settings: dict[str, Any]) -> None:
         self.config, self.parallelism, self.tracking, self.rules = run.trainer, run.parallelism, run.tracking, run.rules
         self.model_config, self.data_config, self.run_dir, self.settings = run.model, run.data, run.run_dir, settings
-        self.step, self.journal, self.lead = 0, None, rank_of_job() == 0
+        self.step, self.journal, self.loads, self.lead = 0, None, {}, rank_of_job() == 0
         with torch.device("meta"):
             self.model = self.model_config.build()
         self.routing = self.rules.route(self.model.named_parameters())
@@ -182,6 +182,7 @@ class Trainer:
         self._schedule()
         loss, norm, tokens = self._gradient(self.step, max_norm=self.config.max_grad_norm or math.inf)
         self._take(loss, norm)
+        self.loads = self.model.finish_step()
         self.optimizer.zero_grad()
         self._counted += tokens
         return loss, norm
@@ -197,7 +198,7 @@ class Trainer:
             loss = self.model(input_ids, labels) / tokens
             loss.backward()
             total += loss.detach()
-        norm = clip_grad_norm_(self.model.parameters(), max_norm)
+        norm = self.optimizer.clip_grad_norm_(max_norm, policy=self.config.clip_policy)
         return self._sum(total), norm, tokens
 
     def _gradient_in_order(
@@ -254,6 +255,7 @@ class Trainer:
         mesh = make_mesh(self.device)
         digest = hashlib.sha256(json.dumps(self.settings, sort_keys=True).encode()).hexdigest()
         same_on_every_rank(digest, what="the configuration", group=mesh.get_group())
+        self._deal_experts()
         self.shard(mesh=mesh)
         self.model.to_empty(device=self.device)
         torch.manual_seed(self.config.seed)
@@ -270,9 +272,21 @@ class Trainer:
         options: dict[str, Any] = {"steps": config.profile, "memory_step": config.memory_snapshot}
         self.profile = Profile(self.run_dir, rank=dist.get_rank(), device=self.device, **options)
 
-    def shard(self, **options: Any) -> None:
-        """Declares every unit to ``fully_shard``; ``options`` are further arguments of it."""
-        for module in (*self.model.units(), self.model):
+    def _deal_experts(self) -> None:
+        """Deals the experts over the ep axis, and shards each part over the ranks that have the same."""
+        if self.parallelism.ep > 1:
+            mesh = make_expert_mesh(self.device, self.parallelism.ep)
+            self.model.deal_experts(mesh["ep"].get_group())
+            self.shard(self.model.expert_units(), mesh=mesh["efsdp"])
+
+    def shard(self, modules: Sequence[nn.Module] | None = None, **options: Any) -> None:
+        """Declares units to ``fully_shard``, all of the model's when none are given.
+
+        Args:
+            modules: One unit each.
+            options: Further arguments of ``fully_shard``.
+        """
+        for module in (*self.model.units(), self.model) if modules is None else modules:
             fully_shard(
                 module,
                 mp_policy=self.parallelism.mp_policy,
@@ -331,7 +345,7 @@ class Trainer:
             tokens=extra["tokens"],
         )
         size = self.model_config.num_parameters()
-        print(f"{self.routing}\n{size:,} parameters, {world} ranks, run in {self.run_dir}")
+        print(f"{self.optimizer.report()}\n{size:,} parameters, {world} ranks, run in {self.run_dir}")
         print(f"metrics: {tracker.path}; {tracker.where}", flush=True)
         if self.exact is not None:
             print(deterministic.costs(self.exact, global_batch=self.config.global_batch))
@@ -455,8 +469,13 @@ class Trainer:
             step=self.step,
             tokens=int(self._counted),
             device=self.device,
-            more={"skipped": self.health.skipped} if self.config.skip_non_finite or self.config.spike else {},
+            more=self._more(),
         )
+
+    def _more(self) -> dict[str, float]:
+        """What only some runs have: loads of experts, steps left out."""
+        skipped = {"skipped": self.health.skipped} if self.config.skip_non_finite or self.config.spike else {}
+        return skipped | {name: value.item() for name, value in self.loads.items()}
 
     def _validate(self) -> float:
         loss = self.evaluate()
@@ -541,37 +560,11 @@ class Trainer:
         dist.all_reduce(total)
         return total
 
-    # --- the dry run ---
+    def preview(self, world: int) -> list[tuple[str, tuple[SegmentPlan, ...]]]:
+        """Returns the plan of every unit that ``shard`` declared on ``world`` ranks; no process, no memory for weights.
 
-    def describe(self, world: int) -> str:
-        """Returns the routing, the size and the plan of every unit on ``world`` ranks; no process, no memory for
-        weights.
-
-        Args:
-            world: Number of ranks; plans are the same on all of them.
+        Raises:
+            ValueError: If the ranks do not fit the parallelism.
         """
-        self.check_ranks(world)
-        self.shard()
-        plans = preview(self.model, world)
-        total = self.model_config.num_parameters()
-        flops = self.model_config.flops_per_token(self.data_config.seq_len)
-        lines = [
-            str(self.routing),
-            f"{total:,} parameters, {flops:.4g} FLOPs per token at {self.data_config.seq_len} tokens, {world} ranks",
-            *_plan_lines(plans),
-        ]
-        return "\n".join(lines)
-
-
-def _plan_lines(plans: Sequence[tuple[str, tuple[SegmentPlan, ...]]]) -> list[str]:
-    """Units with equal plans once, with how many there are of each."""
-    found: dict[Any, tuple[str, tuple[SegmentPlan, ...], int]] = {}
-    for name, segments in plans:
-        key = tuple((plan.offsets, plan.shard_size, tuple(t.numel for t in plan.tensors)) for plan in segments)
-        first, _, count = found.get(key, (name, segments, 0))
-        found[key] = (first, segments if not count else found[key][1], count + 1)
-    lines = []
-    for name, segments, count in found.values():
-        lines.append(f"\n{count} x unit like {name or 'the root'}")
-        lines += [str(plan) for plan in segments]
-    return lines
+        self.parallelism.check(world)
+        return preview(self.model, world)

@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from copies import Copies
-from live import LiveBytes
 from report import Row, arguments, publish, row
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -35,6 +34,7 @@ from torch.distributed.tensor import Shard
 
 from models import LlamaConfig
 from vescale import collectives, fully_shard, step_in_backward
+from vescale.live import LiveBytes
 
 VOCAB = 512
 
