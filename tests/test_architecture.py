@@ -17,7 +17,7 @@ LEVELS = (
     {"planner"},
     {"partitions"},
     {"segments"},
-    {"collectives", "placement", "checksum", "counting"},
+    {"collectives", "placement", "checksum", "counting", "scratch"},
     {"streams", "reductions"},
     {"ragged_tensor"},
     {"kernels"},
