@@ -26,7 +26,7 @@ from torch import Tensor
 from vescale import checkpoint, deterministic, record
 from vescale.collectives import same_on_every_rank
 from vescale.commit import preview
-from vescale.data import IGNORED, Batch, Dataset, Prefetch
+from vescale.data import IGNORED, Batch, Prefetch, Samples
 from vescale.fsdp import fully_shard
 from vescale.grad_norm import clip_grad_norm_
 from vescale.health import Health, first_bad
@@ -56,7 +56,7 @@ class Trainer:
 
     config: TrainerConfig
     model: Any  # an nn.Module; on the meta device until ``_start``, sharded from then on
-    data: Dataset  # and the next three: set by ``check``
+    data: Any  # an opened data set; and the next three: set by ``check``
     device: torch.device
     micro_batches: int  # a rank's share of a step ...
     micro_size: int  # ... in sequences each
@@ -138,7 +138,7 @@ class Trainer:
         problems, model = [], self.model_config
         if self.data.vocab_size is not None and self.data.vocab_size > model.vocab_size:
             problems.append(f"model.vocab_size={model.vocab_size}, but the data have {self.data.vocab_size} ids")
-        if self.data.validation is None:
+        if not self.data.validations:
             problems.append("data.val_fraction=0 leaves nothing to validate on")
         if problems:
             raise ValueError("; ".join(problems))
@@ -189,7 +189,7 @@ class Trainer:
     def _gradient(self, step: int, *, max_norm: float) -> tuple[Tensor, Tensor, Tensor]:
         """Leaves the clipped gradient of a step's samples in the parameters; returns loss, norm and tokens."""
         batches = [self._to_device(batch) for batch in self.batches.take(step)]
-        tokens = self._sum(sum((labels != IGNORED).sum() for _, labels in batches))
+        tokens = self._sum(sum(_num_labels(labels) for _, labels in batches))
         if self.exact is not None:
             return *self._gradient_in_order(self.exact, batches, tokens, max_norm=max_norm), tokens
         total = torch.zeros((), device=self.device)
@@ -231,15 +231,24 @@ class Trainer:
         return first_bad(self.model, partial(self._gradient, step - 1, max_norm=math.inf))
 
     @torch.no_grad()
-    def evaluate(self) -> float:
-        """Returns the loss per token of the validation sequences, in nats.
+    def evaluate(self) -> dict[str, float]:
+        """Returns the loss per token of each set of validation sequences, in nats; their mean is ``validation_loss``.
 
         The same sequences for any number of ranks.
         """
+        found, mean, shares = {}, 0.0, 0.0
+        for name, (samples, share) in self.data.validations.items():
+            loss = self._evaluate(samples)
+            mean, shares = mean + share * loss, shares + share
+            if name:
+                found[f"validation_loss/{name}"] = loss
+        return {"validation_loss": mean / shares, **found}
+
+    def _evaluate(self, samples: Samples) -> float:
         losses, counts = [], []
-        for input_ids, labels in self._validation_batches():
+        for input_ids, labels in self._validation_batches(samples):
             losses.append(self.model(input_ids, labels))
-            counts.append((labels != IGNORED).sum())
+            counts.append(_num_labels(labels))
         tokens = int(self._sum(torch.stack(counts).sum()))
         if self.exact is not None:
             world = dist.get_world_size()
@@ -344,7 +353,8 @@ class Trainer:
         self._settle()
         self._wait_for_save(goes_on=True)
         saved = self._kept == self.step
-        loss = self.evaluate() if saved else self._validate()
+        losses = self.evaluate() if saved else self._validate()
+        loss = losses["validation_loss"]
         if not saved:
             self._require_finite(loss)
             self._save()
@@ -458,12 +468,13 @@ class Trainer:
             more={"skipped": self.health.skipped} if self.config.skip_non_finite or self.config.spike else {},
         )
 
-    def _validate(self) -> float:
-        loss = self.evaluate()
+    def _validate(self) -> dict[str, float]:
+        losses = self.evaluate()
         if self.journal is not None:
-            tokens, line = int(self._counted), f"validation loss {loss:.4f}"
-            self.journal.row({"validation_loss": loss}, step=self.step, tokens=tokens, line=line)
-        return loss
+            tokens = int(self._counted)
+            line = "  ".join(f"{name.replace('_', ' ')} {loss:.4f}" for name, loss in losses.items())
+            self.journal.row(losses, step=self.step, tokens=tokens, line=line)
+        return losses
 
     def _say(self, line: str) -> None:
         if self.lead:
@@ -521,17 +532,13 @@ class Trainer:
         first = step * self.config.global_batch + dist.get_rank() * share
         return [self.data.train.read(start, self.micro_size) for start in range(first, first + share, self.micro_size)]
 
-    def _validation_batches(self) -> Iterator[Batch]:
+    def _validation_batches(self, samples: Samples) -> Iterator[Batch]:
         """As many batches on every rank, since each forward gathers parameters; what is past the end counts nothing."""
-        samples = self.data.validation
-        assert samples is not None  # _check_data refused the other case
         count = min(self.config.eval_sequences or samples.num_samples, samples.num_samples)
         stride = self.micro_size * dist.get_world_size()
         for begin in range(0, count, stride):
             start = begin + dist.get_rank() * self.micro_size
-            batch = samples.read(start, self.micro_size)
-            batch.labels[max(count - start, 0) :] = IGNORED
-            yield self._to_device(batch)
+            yield self._to_device(samples.read(start, self.micro_size, counted=count - start))
 
     def _to_device(self, batch: Batch) -> Batch:
         return Batch(*(tensor.to(self.device, non_blocking=True) for tensor in batch))
@@ -561,6 +568,11 @@ class Trainer:
             *_plan_lines(plans),
         ]
         return "\n".join(lines)
+
+
+def _num_labels(labels: Tensor) -> Tensor:
+    """Returns how many labels count, () int64; of a jagged batch, of all its documents."""
+    return ((labels.values() if labels.is_nested else labels) != IGNORED).sum()
 
 
 def _plan_lines(plans: Sequence[tuple[str, tuple[SegmentPlan, ...]]]) -> list[str]:
