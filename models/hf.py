@@ -19,12 +19,12 @@ import torch.distributed as dist
 from safetensors import safe_open
 
 from models.decoder import CausalLM, CausalLMConfig
-from models.expert_parallel import held
+from models.expert_parallel import Held, held
 from models.files import Stored, read_headers, read_json, sync, write_json, write_weights
 from models.hf_config import CONFIG, config_json, load_config, model_type_of
 from models.stored import Part, parts_of, stored
 
-__all__ = ["load", "load_config", "load_weights", "save", "write"]
+__all__ = ["load", "load_config", "load_weights", "named_tensors", "save", "whole", "write"]
 
 # Safetensors' names of the dtypes that a weight may be stored in.
 _FLOATS = ("F64", "F32", "F16", "BF16")
@@ -74,7 +74,7 @@ def load_weights(model: CausalLM, folder: str | Path) -> None:
             floating point. All are listed in one message, and the model is as it was.
     """
     folder = Path(folder)
-    wanted = {name: (tensor, _parts(model, name, tensor)) for name, tensor in _tensors(model)}
+    wanted = {name: (tensor, _parts(model, name, tensor)) for name, tensor in named_tensors(model)}
     problems = check_weights(model.config, folder)
     if problems:
         raise ValueError("\n  ".join([f"{folder}: {len(problems)} problem(s), nothing was loaded:", *problems]))
@@ -99,7 +99,7 @@ def check_weights(config: CausalLMConfig, folder: str | Path) -> list[str]:
     """Returns what is wrong with the files of weights in ``folder``, for a model of ``config``; reads headers only."""
     with torch.device("meta"):
         model = config.build()
-    wanted = {part.name: part.shape for name, tensor in _tensors(model) for part in _parts(model, name, tensor)}
+    wanted = {part.name: part.shape for name, tensor in named_tensors(model) for part in _parts(model, name, tensor)}
     files, problems = read_headers(Path(folder))
     aliases = {"lm_head.weight": "model.embed_tokens.weight"} if config.tie_word_embeddings else {}
     ignored = f"model.layers.{config.num_hidden_layers}."  # multi-token prediction, as transformers ignores it
@@ -133,7 +133,7 @@ def save(
             rank.
     """
     buffers = {name for name, _ in model.named_buffers()}
-    parameters = ((name, _whole(tensor)) for name, tensor in _tensors(model))
+    parameters = ((name, whole(tensor)) for name, tensor in named_tensors(model))
     tensors = ((n, t if dtype is None or n in buffers else t.to(dtype)) for n, t in parameters)
     if not any(hasattr(p, "full_tensor") or held(p) for p in model.parameters()):
         write(folder, model.config, tensors, like=like, shard_bytes=shard_bytes)
@@ -196,8 +196,8 @@ def write(
 # --- a model's tensors and their runs ---
 
 
-def _tensors(model: CausalLM) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and the buffers that are saved with them; tied ones once."""
+def named_tensors(model: CausalLM) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields parameters and the buffers that are saved with them; tied ones once."""
     yield from model.named_parameters()
     kept = model.state_dict(keep_vars=True).keys()
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name in kept)
@@ -217,12 +217,17 @@ def _local_run(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
     return tensor.detach().to_local(), tensor.run[0]  # type: ignore[attr-defined]
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Gathers a tensor from the ranks that share it: first its shards, then the experts that others hold."""
+def whole(tensor: torch.Tensor, part: Held | None = None) -> torch.Tensor:
+    """Returns a tensor gathered from the ranks that share it: first its shards, then the experts that others hold.
+
+    Args:
+        tensor: A parameter or buffer, plain or sharded; every rank that shares it calls this.
+        part: Of the parameter that ``tensor`` is like, if it is not one itself; its gradient, for example.
+    """
+    part = part or held(tensor)
     local = tensor.detach()
     if hasattr(local, "full_tensor"):
         local = local.full_tensor()
-    part = held(tensor)
     if part is None:
         return local
     stacks = []

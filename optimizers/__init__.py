@@ -10,9 +10,15 @@ of a parameter that its update is closed over, and has up to three functions:
 Whoever drives a rule decides where each part runs; ``tests/optimizers/conftest.py`` has a driver of a dozen lines.
 """
 
+from optimizers.adam8bit import Adam8bit
 from optimizers.adamw import AdamW
 from optimizers.muon import Muon
 from optimizers.newton_schulz import COEFFICIENTS, newton_schulz
 from optimizers.schedule import WSD, Constant, Linear, WarmupCosine
+from optimizers.shampoo import Shampoo
+from optimizers.soap import SOAP
 
-__all__ = ["AdamW", "COEFFICIENTS", "Constant", "Linear", "Muon", "WSD", "WarmupCosine", "newton_schulz"]
+__all__ = [
+    "Adam8bit", "AdamW", "COEFFICIENTS", "Constant", "Linear", "Muon", "SOAP", "Shampoo", "WSD", "WarmupCosine",
+    "newton_schulz",
+]  # fmt: skip

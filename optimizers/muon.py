@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from optimizers.fields import check, is_rate, within
+from optimizers.descent import descend
+from optimizers.fields import check, is_count, is_rate, within
 from optimizers.newton_schulz import COEFFICIENTS, newton_schulz
 
 # Factor on the step of a logical matrix of m rows (outputs) and n columns (inputs).
@@ -38,7 +38,14 @@ class Muon:
         apply      W <- W (1 - lr weight_decay) - lr O
 
     The momentum is an average, as in torch.optim.Muon, not a sum, as in Moonlight and microsoft/dion: the direction is
-    the same, the buffer ``1 / (1 - momentum)`` times smaller. The direction has no scale, so nothing corrects a bias.
+    the same, the buffer ``1 / (1 - momentum)`` times smaller. Which of the two a checkpoint holds stands beside it:
+    ``settles_at``, where a gradient of ones brings the momentum in the end, 1 for an average and
+    ``1 / (1 - momentum)`` for a sum, which is converted when it is loaded. The direction has no scale, so nothing
+    corrects a bias.
+
+    A parameter may be several matrices. The members of a stack (E, m, n) always are. ``rows=128`` makes each 128 rows
+    one: heads of a projection. ``split=(4096, 1024, 1024)`` makes one matrix of each of these numbers of rows: queries,
+    keys and values, or gate and up, in one parameter. Step sizes are of the matrices, not of the parameter.
 
     Args:
         lr: Learning rate, parameter units per step; a number, or a 0-d float32 tensor on the parameter's device.
@@ -51,6 +58,9 @@ class Muon:
         eps: A matrix whose ``U`` has no element above this counts as noise and fades to zero, in units of the gradient.
         wire_dtype: Payload and direction of every block are rounded to it, whether they travel or not: where a block
             lies must not show. bfloat16 or float32.
+        rows: Rows of one matrix, a divisor of the parameter's; None: all.
+        split: Rows of each matrix that lies in a parameter, from its first row to its last; None: one matrix.
+        cautious: Decay only what the step makes smaller; see ``descend``.
 
     Raises:
         ValueError: If a field is out of range; all of them are named.
@@ -66,6 +76,9 @@ class Muon:
     ns_dtype: torch.dtype = torch.bfloat16
     eps: float = 1e-30
     wire_dtype: torch.dtype = torch.bfloat16
+    rows: int | None = None
+    split: Sequence[int] | None = None
+    cautious: bool = False
 
     finest: ClassVar[int] = 1
 
@@ -82,22 +95,50 @@ class Muon:
             ns_dtype=(self.ns_dtype in dtypes, "torch.bfloat16 or torch.float32"),
             eps=(within(self.eps, math.ulp(0.0), math.inf), "a number > 0"),
             wire_dtype=(self.wire_dtype in dtypes, "torch.bfloat16 or torch.float32"),
+            rows=(self.rows is None or is_count(self.rows, 1), "None or an integer >= 1"),
+            split=(
+                self.split is None or (self.rows is None and all(is_count(size, 1) for size in self.split)),
+                "None, or integers >= 1 and no rows",
+            ),
+            cautious=(isinstance(self.cautious, bool), "a bool"),
         )
 
     def block_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the shape of one matrix: all of a 2-D parameter, one member of a 3-D stack.
+        """Returns the shape of what is orthogonalised together: a 2-D parameter or one member of a 3-D stack, all of it
+        or ``rows`` of it.
 
         Args:
             shape: Of the whole parameter.
 
         Raises:
-            ValueError: If the parameter is neither a matrix nor a stack of matrices.
+            ValueError: If the parameter is neither a matrix nor a stack of matrices, or its rows are others than those
+                of ``rows`` or ``split``.
         """
-        if len(shape) == 2:
-            return tuple(shape)
-        if len(shape) == 3:
-            return (1, *shape[1:])
-        raise ValueError(f"Muon: expected a matrix (m, n) or a stack of them (E, m, n), got shape {tuple(shape)}")
+        if len(shape) not in (2, 3):
+            raise ValueError(f"Muon: expected a matrix (m, n) or a stack of them (E, m, n), got shape {tuple(shape)}")
+        if self.rows is not None and shape[-2] % self.rows:
+            raise ValueError(f"Muon: rows={self.rows} does not divide the {shape[-2]} rows of shape {tuple(shape)}")
+        if self.split is not None and sum(self.split) != shape[-2]:
+            raise ValueError(f"Muon: split={tuple(self.split)} is not the {shape[-2]} rows of shape {tuple(shape)}")
+        return (*(1 for _ in shape[:-2]), self.rows or shape[-2], shape[-1])
+
+    def cost(self, block: tuple[int, ...]) -> float:
+        """Returns the FLOPs of a block: a step is three products, two of them s x s x l and one s x s x s."""
+        n, steps = block[-1], len(COEFFICIENTS[self.coefficients])
+        total = 0.0
+        for m in self.split or (block[-2],):
+            s, l = min(m, n), max(m, n)  # noqa: E741
+            total += steps * (4 * s * s * l + 2 * s**3)
+        return total
+
+    def parameter_state(self) -> dict[str, float]:
+        """Returns the convention of the momentum, as where a gradient of ones brings it in the end."""
+        return {"settles_at": 1.0}
+
+    def loaded(self, state: dict[str, Tensor]) -> None:
+        """Makes a momentum that was loaded an average, whatever convention it was written in."""
+        state["momentum"].div_(state["settles_at"])
+        state["settles_at"].fill_(1.0)
 
     def element_state(self) -> dict[str, torch.dtype]:
         """Returns the momentum, of the parameter's shape."""
@@ -132,21 +173,22 @@ class Muon:
             state: Not read: Muon keeps nothing per block.
         """
         (payload,) = payloads
-        m, n = payload.shape[-2:]
-        orthogonal = partial(
-            newton_schulz,
-            coefficients=self.coefficients,
-            dtype=self.ns_dtype,
-            eps=self.eps,
-            gain=ADJUST_LR[self.adjust_lr](m, n),
-        )
-        matrices = payload.reshape(-1, m, n)
-        if payload.device.type == "cpu":
-            # One at a time: CPU libraries choose the kernel, hence the bits, by the size of the batch; no time is lost.
-            directions = torch.stack([orthogonal(matrix) for matrix in matrices])
-        else:
-            directions = orthogonal(matrices)
+        matrices = payload.reshape(-1, *payload.shape[-2:])
+        pieces = matrices.split(list(self.split or matrices.shape[-2:-1]), dim=-2)
+        directions = torch.cat([self._orthogonal(piece) for piece in pieces], dim=-2)
         return directions.to(self.wire_dtype).view(payload.shape)
+
+    def _orthogonal(self, matrices: Tensor) -> Tensor:
+        """Directions of (B, m, n) matrices, in ``ns_dtype``."""
+        gain = ADJUST_LR[self.adjust_lr](*matrices.shape[-2:])
+
+        def orthogonal(x: Tensor) -> Tensor:
+            return newton_schulz(x, self.coefficients, dtype=self.ns_dtype, eps=self.eps, gain=gain)
+
+        if matrices.device.type == "cpu":
+            # One at a time: CPU libraries choose the kernel, hence the bits, by the size of the batch; no time is lost.
+            return torch.stack([orthogonal(matrix) for matrix in matrices])
+        return orthogonal(matrices)
 
     def apply(self, param: Tensor, direction: Tensor, state: Mapping[str, Tensor], *, skip: Tensor | None) -> None:
         """Decays ``param`` and steps it along ``direction``, in place.
@@ -157,12 +199,4 @@ class Muon:
             state: Not read.
             skip: None, or () float32: 1.0 writes nothing.
         """
-        stepped = torch.mul(param, 1 - self.lr * self.weight_decay, out=param if skip is None else None)
-        # param is float32, so these sums are too, whatever the wire. In bfloat16 the vector loop of a multiply-add and
-        # its tail round differently, and where a run was cut would show.
-        if isinstance(self.lr, Tensor):
-            stepped.addcmul_(direction, self.lr, value=-1)
-        else:
-            stepped.add_(direction, alpha=-self.lr)
-        if skip is not None:
-            torch.where(skip > 0, param, stepped, out=param)
+        descend(param, direction, lr=self.lr, weight_decay=self.weight_decay, skip=skip, cautious=self.cautious)

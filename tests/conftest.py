@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from interpreter import Interpreter
 from pool import Pool
 
 torch.set_num_threads(1)
@@ -16,3 +17,11 @@ def pool() -> Iterator[Callable[[int], Pool]]:
     yield lambda world: pools.setdefault(world, Pool(world))
     for started in pools.values():
         started.stop()
+
+
+@pytest.fixture(scope="session")
+def interpreter() -> Iterator[Interpreter]:
+    """``interpreter.run(fn, *args)`` runs ``fn`` where Triton kernels are interpreted."""
+    started = Interpreter()
+    yield started
+    started.pool.stop()

@@ -14,6 +14,7 @@ Everything here is integers of one tensor: ranks and buffers are not known.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from functools import cached_property
@@ -121,6 +122,20 @@ class Lattice:
             raise ValueError(f"expected a granule in [0, {self.num_granules}) of {self}, got {i}")
         start = i * self.granularity
         return start, min(start + self.granularity, self.numel)
+
+    def box(self, i: int) -> tuple[int, ...]:
+        """Returns the shape of granule ``i`` without the dims before the first that its blocks are longer along."""
+        start, stop = self.granule(i)
+        inner = self._dims[self._axis + 1 :]
+        return ((stop - start) // max(math.prod(inner), 1), *inner)
+
+    def windows(self, i: int) -> list[tuple[slice, ...]]:
+        """Returns the blocks of granule ``i``, in order, as slices of its ``box``; the last of a dim may be short."""
+        cuts = [
+            [slice(start, min(start + want, size)) for start in range(0, size, want)]
+            for size, want in zip(self.box(i), self.block[self._axis :], strict=True)
+        ]
+        return list(itertools.product(*cuts))
 
     def cut(self, start: int, stop: int) -> Cut:
         """Returns the granules inside ``[start, stop)`` of the flattened tensor, and those that its ends cut.

@@ -11,7 +11,8 @@
       step_00000200.partial/  being written, or left by a run that was killed: never read, removed by the next run
 
 The names in it are the parameters' plain names: ``model.<name>`` and ``optimizer.<name>.<state>``. They do not depend
-on the number of ranks, on units or on plans. ``vescale/saver.py`` writes them.
+on the number of ranks, on units or on plans. Where experts are dealt over ranks each part is a tensor of its own, whose
+name ends with ``@<part>/<parts>``: those are read with as many parts. ``vescale/saver.py`` writes them.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from vescale.optimizer import Optimizer
+from vescale.rows import rows_of
 
 SEAL, RECORD = "seal.json", "record.json"
 PARTIAL = ".partial"
@@ -169,11 +171,15 @@ def tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:
     """Returns every tensor of the run under its name; tied parameters once, under their first name."""
     seen: set[int] = set()
     found: dict[str, torch.Tensor] = {}
+    parts: dict[str, Any] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if id(value) not in seen:
             seen.add(id(value))
-            found[f"model.{name}"] = value.detach()
-    return found | {f"optimizer.{name}": value for name, value in optimizer.named_state().items()}
+            parts[name] = getattr(value, "part_of", None)
+            found[f"model.{name}"] = rows_of(value.detach(), parts[name])
+    for name, value in optimizer.named_state().items():
+        found[f"optimizer.{name}"] = rows_of(value, parts.get(name.rpartition(".")[0]))
+    return found
 
 
 def random_state() -> dict[str, torch.Tensor]:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from vescale import collectives
 from vescale.anatomy import Anatomy
-from vescale.block import Block
+from vescale.block import Block, Lattice
 from vescale.planner import SegmentPlan
 from vescale.segments import Capacity, plan_model
 from vescale.shard_state import ShardState, Tree, state_of
@@ -212,8 +212,15 @@ def _plain(name: str) -> str:
 def _block(state: ShardState, member: Member) -> Block:
     if state.block_of is None:
         return Block(())
-    block = state.block_of(member.name, member.param)
-    return block if isinstance(block, Block) else Block(tuple(block))
+    said = state.block_of(member.name, member.param)
+    try:
+        block = said if isinstance(said, Block) else Block(tuple(said))
+        Lattice(tuple(member.param.shape), block.shape)  # refuses what does not fit
+        if block.finest < 1:
+            raise ValueError(f"finest must be >= 1, got {block.finest}")
+    except (TypeError, ValueError) as problem:
+        raise ValueError(f"{member.name}: block_of returned {said!r}: {problem}") from None
+    return block
 
 
 def _default_mesh() -> DeviceMesh:

@@ -1,4 +1,4 @@
-"""Exchange: blocks that rank edges cut travel whole to one owner, and their directions back; and who owns which.
+"""Exchange: blocks that rank edges cut travel whole to one owner, and their directions back.
 
 One table of moves serves both directions. A boundary granule [40, 120) of a buffer with shards of 64 and owner 0::
 
@@ -10,8 +10,7 @@ Every move is contiguous at both ends: a slice of the sender's run, a slice of t
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -25,15 +24,17 @@ Flat = tuple[int, torch.Tensor]  # where a run begins in its buffer, and its ele
 class Crossing(NamedTuple):
     """One granule that rank edges cut.
 
-    Which run, elements ``[start, stop)`` of its buffer, the buffer's shard size, its owner, its block.
+    Which run, which of its parameters, which granule of that; elements ``[start, stop)`` of the run's buffer, the
+    buffer's shard size, its owner.
     """
 
     run: int
+    member: int
+    granule: int
     start: int
     stop: int
     shard_size: int
     owner: int
-    block: tuple[int, ...]
 
     def part(self, rank: int) -> tuple[int, int]:
         """Elements of the granule that ``rank`` holds, in the buffer; empty where it holds none."""
@@ -109,13 +110,16 @@ class Exchange:
         ]
         self._flight = self._all_to_all(pieces, self.outgoing, self.incoming, count)
 
-    def arrived(self) -> Iterator[tuple[tuple[torch.Tensor, ...], Callable[[torch.Tensor], None]]]:
-        """Waits, then yields each owned block's payloads, (1, *block) each, with the call that takes its direction."""
+    def arrived(self) -> Iterator[tuple[int, tuple[torch.Tensor, ...], torch.Tensor]]:
+        """Waits, then yields each owned granule, as an index of ``crossings``, its payloads, (n,) each, and where its
+        direction, (n,), goes.
+        """
         granules = self._assemble(self._land())
         self._directions = {}
         for i in self.mine:
-            shape = (1, *self.crossings[i].block)
-            yield tuple(flat.view(shape) for flat in granules.pop(i)), functools.partial(self._keep, i)
+            flats = granules.pop(i)
+            self._directions[i] = torch.empty_like(flats[0])
+            yield i, tuple(flats), self._directions[i]
 
     def reply(self) -> None:
         """Starts the directions of owned blocks back to those who hold parts of them."""
@@ -141,9 +145,6 @@ class Exchange:
         for move, piece in zip(self.outgoing, received.split(_sizes(self.outgoing)), strict=True):
             _slice(directions[self.crossings[move.crossing].run], move.start, move.stop).copy_(piece)
         self._directions = {}
-
-    def _keep(self, crossing: int, direction: torch.Tensor) -> None:
-        self._directions[crossing] = direction.reshape(-1)
 
     def _assemble(self, received: torch.Tensor) -> dict[int, list[torch.Tensor]]:
         """Puts the parts of each owned granule side by side, what arrived and what was here; one flat per payload."""
@@ -195,29 +196,3 @@ def _splits(moves: Sequence[Move], num_ranks: int, count: int) -> list[int]:
     for move in moves:
         splits[move.peer] += count * (move.stop - move.start)
     return splits
-
-
-def deal(work: Sequence[tuple[float, tuple[str, int], range]], load: Sequence[float]) -> dict[tuple[str, int], int]:
-    """Chooses an owner for every cut block: longest first, to its least loaded holder, or to the least loaded rank if
-    that holder is above the mean.
-
-    Owners among holders alone save bytes but leave 1.2 to 1.5 times the mean load on some rank when layers are equal;
-    letting the excess go anywhere brings that to about 1.1 for a tenth more bytes.
-
-    Args:
-        work: Cost in FLOPs, (name, granule) and holders of every cut block.
-        load: FLOPs that each rank has already, from the blocks it keeps.
-
-    Returns:
-        The owner of each (name, granule); a function of the arguments only, ties go by name and granule.
-    """
-    load = list(load)
-    mean = (sum(load) + sum(cost for cost, _, _ in work)) / len(load)
-    owners = {}
-    for cost, key, holders in sorted(work, key=lambda item: (-item[0], item[1])):
-        owner = min(holders, key=load.__getitem__)
-        if load[owner] + cost > max(mean, cost):
-            owner = min(range(len(load)), key=lambda rank: (load[rank], rank not in holders))
-        load[owner] += cost
-        owners[key] = owner
-    return owners

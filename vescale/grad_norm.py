@@ -18,7 +18,11 @@ from vescale.ragged_tensor import RaggedTensor
 
 @torch.no_grad()
 def clip_grad_norm_(
-    parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    scaled: Sequence[torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Scales gradients in place so that their joint norm is at most ``max_norm``; returns the norm before.
 
@@ -28,6 +32,7 @@ def clip_grad_norm_(
             the other ranks of ``part_of.group``.
         max_norm: Upper bound of the norm, in units of the gradient; ``inf`` only measures.
         norm_type: Order of the norm, > 0; ``inf`` for the largest magnitude.
+        scaled: The parameters whose gradients are scaled, of ``parameters``; None: all.
 
     Returns:
         () float32, a plain tensor, equal on every rank.
@@ -44,10 +49,24 @@ def clip_grad_norm_(
     if not math.isinf(max_norm):
         # 1e-6 as in torch.nn.utils.clip_grad_norm_. No branch on the norm: nothing here reads the device.
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        locals_ = [_local(grad) for grad in grads]
+        targets = params if scaled is None else scaled
+        locals_ = [_local(param.grad) for param in targets if param.grad is not None]
         if locals_:
             torch._foreach_mul_(locals_, scale)
     return norm
+
+
+@torch.no_grad()
+def non_finite(norm: torch.Tensor) -> torch.Tensor:
+    """Returns the flag that makes ``Optimizer.step(skip=...)`` write nothing when the norm is not finite.
+
+    Args:
+        norm: () float32, as ``clip_grad_norm_`` returns it: NaN or infinite if one gradient anywhere is.
+
+    Returns:
+        () float32 on the same device, 1.0 or 0.0; the device is not read.
+    """
+    return 1.0 - torch.isfinite(norm).to(torch.float32)
 
 
 @torch.no_grad()

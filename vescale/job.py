@@ -11,6 +11,7 @@ from torch import nn
 
 from vescale.data import Mixture, TextData
 from vescale.mesh import ParallelismConfig
+from vescale.optimizer import CLIP_POLICIES
 from vescale.rule import Rules
 from vescale.tracking import Tracking
 
@@ -36,7 +37,11 @@ class ModelConfig(Protocol):
     max_position_embeddings: int
 
     def build(self) -> nn.Module:
-        """Returns the model: ``model(input_ids, labels)`` is the sum of token losses, ``units()`` its layers."""
+        """Returns the model: ``model(input_ids, labels)`` is the sum of token losses, ``units()`` its layers.
+
+        ``finish_step()`` ends an optimizer step and returns metrics. With experts, ``deal_experts(group)`` leaves this
+        rank its part of them and ``expert_units()`` are those.
+        """
 
     def num_parameters(self) -> int:
         """Returns the number of parameters."""
@@ -55,6 +60,7 @@ class TrainerConfig:
         schedule: Multiplier of every group's learning rate at each step.
         micro_batch: Sequences one rank takes through the model at once; None: its whole share of the global batch.
         max_grad_norm: The gradient's norm is clipped to it, in units of the loss per parameter unit; None: not clipped.
+        clip_policy: Which gradients are scaled: "all", "non_matrix" (those of rules without blocks) or "none".
         seed: Of the weights.
         device: "cpu", "cuda", or "auto": cuda where there is one.
         log_every: Steps between two log lines.
@@ -82,6 +88,7 @@ class TrainerConfig:
     schedule: Schedule
     micro_batch: int | None = None
     max_grad_norm: float | None = 1.0
+    clip_policy: str = "all"
     seed: int = 0
     device: str = "auto"
     log_every: int = 10
@@ -111,6 +118,10 @@ class TrainerConfig:
             for name, value in optional.items()
             if value is not None and not value > 0
         ]
+        if self.clip_policy not in CLIP_POLICIES:
+            problems.append(f"clip_policy: expected one of {', '.join(CLIP_POLICIES)}, got {self.clip_policy!r}")
+        if self.deterministic and self.clip_policy != "all":
+            problems.append(f"clip_policy: expected all with deterministic, got {self.clip_policy!r}")
         if self.skip_non_finite < 0:
             problems.append(f"skip_non_finite: expected a number of steps >= 0, got {self.skip_non_finite}")
         if self.profile is not None and not 1 <= self.profile[0] <= self.profile[1]:

@@ -17,22 +17,24 @@ ranks.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
-from vescale.block import Lattice
-from vescale.exchange import Crossing, Exchange, deal
-from vescale.rule import Routing, Rules
+from vescale.bucket import Bucket, pack
+from vescale.grad_norm import clip_grad_norm_
+from vescale.owners import Key, Load, assign, owned_blocks
+from vescale.rule import Routing, Rules, state_bytes, table
 from vescale.run import Run, runs_of
 from vescale.unit import PENDING, home_of
 
-# Payload bytes of one all-to-all: large enough that its latency does not show, small enough that a few in flight are no
-# memory to speak of.
-BUCKET_BYTES = 64 * 2**20
+# Which gradients ``clip_grad_norm_`` scales: those of rules without blocks only under "non_matrix", since a rule that
+# orthogonalises has no use for the scale, and one spike scaled to nothing would stall it (NVIDIA/Megatron-LM #5394).
+CLIP_POLICIES = ("all", "non_matrix", "none")
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -50,12 +52,12 @@ class Optimizer(torch.optim.Optimizer):
     Raises:
         ValueError: Where routing fails (see ``Rules.route``), an edge cuts what a rule never lets be cut, or parameters
             are not float32, on the meta device, or not planned yet.
-        NotImplementedError: For a rule with block state, or with several blocks in a granule.
     """
 
     routing: Routing
     runs: list[Run]
-    owners: dict[tuple[str, int], int]  # of each cut granule (name, index); a position in its mesh
+    owners: dict[Key, int]  # of each cut granule (name, index); a position in its mesh
+    loads: list[Load]  # of each process group
 
     def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]], rules: Rules) -> None:
         named = [(name, param) for name, param in named_parameters if param.requires_grad]
@@ -74,9 +76,9 @@ class Optimizer(torch.optim.Optimizer):
         super().__init__(groups, {})
         _check_cuts(self.routing, params)
         self.runs = [run for group in self.param_groups for run in runs_of(group, rules.groups[group["name"]].rule)]
+        self.owners, self.loads = assign(self.runs)
         for run in self.runs:
             self._create_state(run)
-        self.owners = _owners(self.runs)
         self._programs: dict[tuple[tuple[int, int, int], ...], list[Bucket]] = {}
 
     # --- the step ---
@@ -97,25 +99,67 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for unit in {id(run.home.unit): run.home.unit for run in self.runs if run.home}.values():
-            unit.realias()
+        self._check_alive()
         for run in self.runs:
             run.clock += 1
-        buckets = self._program()
         rules = {group["name"]: self._rule_now(group) for group in self.param_groups}
+        buckets = self._program()
+        try:
+            self._run(buckets, rules, skip)
+        except Exception:
+            for bucket in buckets:
+                bucket.undo()
+            raise
+        return loss
+
+    def _run(self, buckets: Sequence[Bucket], rules: dict[str, Any], skip: torch.Tensor | None) -> None:
         pending: Bucket | None = None
         for bucket, following in zip_longest(buckets, buckets[1:]):
             if pending is None:
                 bucket.prepare(rules[bucket.group], skip)
-            if following is not None:
+            if following is not None and following.has_blocks:
                 following.prepare(rules[following.group], skip)  # travels while this one is computed
             bucket.compute(rules[bucket.group])
             if pending is not None:
                 pending.apply(rules[pending.group], skip)
+            if following is not None and not following.has_blocks:
+                following.prepare(rules[following.group], skip)  # writes at once: only when no block can fail any more
             pending = bucket
         if pending is not None:
             pending.apply(rules[pending.group], skip)
-        return loss
+
+    def _check_alive(self) -> None:
+        """Puts parameters that were assigned to back into their shards, and refuses what is not float32 any more."""
+        for unit in {id(run.home.unit): run.home.unit for run in self.runs if run.home}.values():
+            unit.realias()
+        for run in self.runs:
+            dtype = run.param().dtype
+            if dtype is not torch.float32:
+                raise ValueError(
+                    f"{run.names[0]} has become {dtype}: expected float32, as when this Optimizer was made; "
+                    "cast before making it, and compute in another dtype by MixedPrecisionPolicy(param_dtype=...)"
+                )
+
+    def clip_grad_norm_(self, max_norm: float, *, policy: str = "all", norm_type: float = 2.0) -> torch.Tensor:
+        """Scales gradients so that their joint norm is at most ``max_norm``; never touches an update.
+
+        Args:
+            max_norm: Upper bound, in units of the gradient; ``inf`` only measures.
+            policy: "all" scales every gradient; "non_matrix" those of rules without blocks, such as AdamW; "none" none.
+                The norm is always that of all gradients.
+            norm_type: Order of the norm, > 0.
+
+        Returns:
+            () float32, the norm before, complete and equal on every rank.
+
+        Raises:
+            ValueError: For another policy, a negative ``max_norm`` or a ``norm_type`` that is not positive.
+        """
+        if policy not in CLIP_POLICIES:
+            raise ValueError(f"clip_grad_norm_: expected a policy of {CLIP_POLICIES}, got {policy!r}")
+        every = [param for run in self.runs for param in run.params]
+        scaled = [p for run in self.runs for p in run.params if policy == "all" or not hasattr(run.rule, "block")]
+        return clip_grad_norm_(every, max_norm, norm_type, scaled=[] if policy == "none" else scaled)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuses once the optimizer is made: rules decide where a parameter goes.
@@ -137,16 +181,22 @@ class Optimizer(torch.optim.Optimizer):
         active = [part for run in self.runs for part in run.active()]
         key = tuple((id(run.parent), run.first, len(run.params)) for run in active)
         if key not in self._programs:
-            self._programs[key] = _buckets(active, self.owners)
+            self._programs[key] = pack(active, self.owners)
         return self._programs[key]
 
     # --- state ---
 
     def _create_state(self, run: Run) -> None:
+        if hasattr(run.rule, "block_state"):
+            run.create_blocks(owned_blocks(run, self.owners))
         for index, param in enumerate(run.params):
-            self.state[param]["step"] = run.steps[index]
-            for name, flat in run.state.items():
-                self.state[param][name] = run.view(flat, index)
+            state = self.state[param]
+            state["step"] = run.steps[index]
+            state |= {name: values[index] for name, values in run.numbers.items()}
+            state |= {name: run.view(name, index) for name in run.state}
+            if run.blocks:
+                state["begun"] = run.begun[index]
+                state |= {name: run.block_view(name, index) for name in run.blocks[index].rows}
 
     def named_state(self) -> dict[str, torch.Tensor]:
         """Every state tensor under ``"<parameter>.<state>"``, the same keys on every rank.
@@ -186,7 +236,44 @@ class Optimizer(torch.optim.Optimizer):
         """Rereads what the host keeps of the state; call it after writing into the tensors of ``named_state``."""
         for run in self.runs:
             run.ages = [int(step) for step in run.steps.tolist()]
+            if hasattr(run.rule, "loaded"):
+                for param in run.params:
+                    run.rule.loaded(self.state[param])
         self._programs.clear()
+
+    # --- what it will do ---
+
+    def report(self) -> str:
+        """Returns the table that a run prints at its start: who is stepped by what, what travels, what is kept.
+
+        Granularity and block are the largest of the group, in elements; bytes are of all ranks together. Kept and cut
+        bytes are of payloads; what is cut travels to its owner and back.
+        """
+        rows: list[Sequence[str]] = [
+            ("group", "rule", "parameters", "elements", "block", "granularity", "kept MB", "cut MB", "state MB")
+        ]
+        parts: dict[tuple[str, str], list[Run]] = {}
+        for run in self.runs:
+            parts.setdefault((run.group, type(run.rule).__name__), []).append(run)
+        rows += [(*key, *_summary(runs)) for key, runs in parts.items()]
+        return "\n".join([table(rows), *map(str, self.loads)])
+
+
+def _summary(runs: Sequence[Run]) -> list[str]:
+    """Cells of one line of the report."""
+    pairs = [(run, index) for run in runs for index in range(len(run.params))]
+    lattices = [run.lattice(index) for run, index in pairs]
+    elements = sum(lattice.numel for lattice in lattices)
+    cut = 0
+    for (run, index), lattice in zip(pairs, lattices, strict=True):
+        if hasattr(run.rule, "block"):
+            cut += sum(stop - start for start, stop in map(lattice.granule, run.boundary(index)))
+    itemsize = runs[0].rule.wire_dtype.itemsize if hasattr(runs[0].rule, "block") else 0
+    state = sum(state_bytes(run.rule, tuple(run.params[index].shape)) for run, index in pairs)
+    block = max(math.prod(lattice.block) for lattice in lattices)
+    granularity = max(lattice.granularity for lattice in lattices)
+    sizes = (str(len(pairs)), f"{elements:,}", f"{block:,}", f"{granularity:,}")
+    return [*sizes, *(f"{n / 1e6:,.1f}" for n in ((elements - cut) * itemsize, cut * itemsize, state))]
 
 
 def _hyperparameters(rule: Any) -> dict[str, Any]:
@@ -228,187 +315,3 @@ def _check_cuts(routing: Routing, params: dict[str, nn.Parameter]) -> None:
         raise ValueError(
             "; ".join(problems) + ": give fully_shard(..., block_of=rules.block_of) the same rules as the Optimizer"
         )
-
-
-# --- buckets ---
-
-
-class Kept(NamedTuple):
-    """Neighbouring whole granules of one parameter on this rank.
-
-    Elements ``[start, stop)`` of its run, ``blocks`` of them.
-    """
-
-    start: int
-    stop: int
-    blocks: int
-    block: tuple[int, ...]
-
-
-class Bucket:
-    """Runs of one rule that travel together, and where each is in the step."""
-
-    def __init__(self, runs: Sequence[Run], owners: dict[tuple[str, int], int]) -> None:
-        self.runs, self.group, self.rule = list(runs), runs[0].group, runs[0].rule
-        self.has_blocks = hasattr(self.rule, "block")
-        self.kept = [_kept(run) if self.has_blocks else [] for run in runs]
-        cut = (
-            [crossing for index, run in enumerate(runs) for crossing in _crossings(index, run, owners)]
-            if self.has_blocks
-            else []
-        )
-        first, group = runs[0], runs[0].process_group
-        self.exchange = Exchange(cut, first.rank, first.num_ranks, group) if cut and group else None
-        self.payloads: list[tuple[torch.Tensor, ...]] = []
-        self.directions: list[torch.Tensor] = []
-
-    def prepare(self, rule: Any, skip: torch.Tensor | None) -> None:
-        """Runs the rule's element-wise part and sends the payloads of cut blocks on their way."""
-        self.payloads = []
-        for run in self.runs:
-            state = {**run.state, "step": run.steps[0]}
-            self.payloads.append(rule.prepare(run.param(), run.grad(), state, skip=skip))
-            run.advance(skip)
-        if self.exchange:
-            self.exchange.send(
-                [[(run.start, flat) for flat in flats] for run, flats in zip(self.runs, self.payloads, strict=True)]
-            )
-
-    def compute(self, rule: Any) -> None:
-        """Computes the kept blocks, then the cut ones that have arrived here, and sends their directions back."""
-        if not self.has_blocks:
-            return
-        self.directions = [torch.empty_like(flats[0]) for flats in self.payloads]
-        for run_index, kept in enumerate(self.kept):
-            for piece in kept:
-                self._compute_kept(rule, run_index, piece)
-        if self.exchange:
-            for blocks, done in self.exchange.arrived():
-                done(rule.block(blocks, {}))
-            self.exchange.reply()
-        self.payloads = []
-
-    def _compute_kept(self, rule: Any, run_index: int, piece: Kept) -> None:
-        shape = (piece.blocks, *piece.block)
-        blocks = tuple(flat[piece.start : piece.stop].view(shape) for flat in self.payloads[run_index])
-        self.directions[run_index][piece.start : piece.stop].view(shape).copy_(rule.block(blocks, {}))
-
-    def apply(self, rule: Any, skip: torch.Tensor | None) -> None:
-        """Steps the parameters along the directions."""
-        if not self.has_blocks:
-            return
-        if self.exchange:
-            self.exchange.collect([(run.start, flat) for run, flat in zip(self.runs, self.directions, strict=True)])
-        for run, direction in zip(self.runs, self.directions, strict=True):
-            _zero_gaps(run, direction)
-            rule.apply(run.param(), direction, run.state, skip=skip)
-        self.directions = []
-
-
-def _zero_gaps(run: Run, direction: torch.Tensor) -> None:
-    """Padding between parameters takes no step: it stays zero in the master shard."""
-    ends = [offset + param.numel() for offset, param in zip(run.offsets, run.params, strict=True)]
-    for start, stop in zip(ends, [*run.offsets[1:], run.stop], strict=True):
-        low, high = max(start, run.start) - run.start, min(stop, run.stop) - run.start
-        if high > low:
-            direction[low:high].zero_()
-
-
-def _buckets(runs: Sequence[Run], owners: dict[tuple[str, int], int]) -> list[Bucket]:
-    """Packs runs of one group and one mesh, in order, until their payload reaches BUCKET_BYTES."""
-    packed: list[list[Run]] = []
-    size = 0
-    for run in runs:
-        same = (
-            packed
-            and packed[-1][0].group == run.group
-            and packed[-1][0].process_group is run.process_group
-            and run.home is not None
-        )
-        itemsize = getattr(run.rule, "wire_dtype", torch.float32).itemsize
-        if not same or size + run.shard_size * itemsize > BUCKET_BYTES:
-            packed.append([])
-            size = 0
-        packed[-1].append(run)
-        size += run.shard_size * itemsize
-    return [Bucket(bucket, owners) for bucket in packed]
-
-
-def _kept(run: Run) -> list[Kept]:
-    """The whole granules of a run on this rank, neighbours of one parameter together."""
-    pieces = []
-    for index, param in enumerate(run.params):
-        lattice = run.lattice(index)
-        low, high = (min(max(edge - run.offsets[index], 0), param.numel()) for edge in (run.start, run.stop))
-        whole = lattice.cut(low, high).whole if high > low else range(0)
-        if len(whole):
-            start, stop = lattice.granule(whole[0])[0], lattice.granule(whole[-1])[1]
-            at = run.offsets[index] - run.start
-            pieces.append(Kept(start + at, stop + at, len(whole), lattice.block))
-    return pieces
-
-
-def _crossings(run_index: int, run: Run, owners: dict[tuple[str, int], int]) -> list[Crossing]:
-    """The granules of a run that rank edges cut, on every rank, with their owners."""
-    found = []
-    for index, (name, offset) in enumerate(zip(run.names, run.offsets, strict=True)):
-        lattice = run.lattice(index)
-        for granule in run.boundary(index):
-            start, stop = lattice.granule(granule)
-            found.append(
-                Crossing(run_index, offset + start, offset + stop, run.shard_size, owners[name, granule], lattice.block)
-            )
-    return found
-
-
-def _owners(runs: Sequence[Run]) -> dict[tuple[str, int], int]:
-    """Deals the cut granules of all runs over the ranks.
-
-    The same on every rank, since everybody sees the same plans.
-    """
-    owners: dict[tuple[str, int], int] = {}
-    meshes: dict[int, list[Run]] = {}
-    for run in runs:
-        if hasattr(run.rule, "block"):
-            _refuse(run)
-            meshes.setdefault(id(run.process_group), []).append(run)
-    for members in meshes.values():
-        load = [0.0] * members[0].num_ranks
-        work: list[tuple[float, tuple[str, int], range]] = []
-        for run in members:
-            for index, name in enumerate(run.names):
-                lattice = run.lattice(index)
-                cost = _cost(run.rule, lattice.block)
-                cut = list(run.boundary(index))
-                _add_kept(load, run, index, lattice, set(cut), cost)
-                work += [(cost, (name, granule), _holders(run, index, lattice, granule)) for granule in cut]
-        owners.update(deal(work, load))
-    return owners
-
-
-def _add_kept(load: list[float], run: Run, index: int, lattice: Lattice, cut: set[int], cost: float) -> None:
-    for granule in range(lattice.num_granules):
-        if granule not in cut:
-            load[(run.offsets[index] + lattice.granule(granule)[0]) // run.shard_size] += cost
-
-
-def _holders(run: Run, index: int, lattice: Lattice, granule: int) -> range:
-    start, stop = lattice.granule(granule)
-    return range((run.offsets[index] + start) // run.shard_size, (run.offsets[index] + stop - 1) // run.shard_size + 1)
-
-
-def _cost(rule: Any, block: tuple[int, ...]) -> float:
-    """Work of one block: the rule's own ``cost``, else the elements."""
-    if hasattr(rule, "cost"):
-        return rule.cost(block)
-    return float(torch.Size(block).numel())
-
-
-def _refuse(run: Run) -> None:
-    if getattr(run.rule, "block_state", None):
-        raise NotImplementedError(f"{type(run.rule).__name__} has block state, which the Optimizer cannot keep yet")
-    for index, name in enumerate(run.names):
-        if run.lattice(index).blocks_per_granule > 1:
-            raise NotImplementedError(
-                f"{name}: {type(run.rule).__name__} has several blocks in a granule, which cannot be split yet"
-            )

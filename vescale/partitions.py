@@ -64,7 +64,7 @@ def splits(
 
     Set partitions of the groups of equal tensors, those of the least proven padding first: what is found ends the
     search as soon as no partition left could be better. Tensors lie in the order of ``members``, which reads best in a
-    trace, unless another one saves a segment's worth.
+    trace, unless another one saves as much as a segment has to.
 
     Args:
         members: Of one kind.
@@ -72,13 +72,13 @@ def splits(
         most: Most segments.
         relaxed: Granularities that are not kept.
         within: Most elements of padding; None for any.
-        gain: Elements of padding that one more segment has to save.
+        gain: Elements of padding that one more segment, or another order, has to save.
         tries: Most buffers planned; None for any number.
     """
-    search = _Search(_atoms(members, relaxed, most=MOST_ATOMS if most > 1 else 1), ranks, relaxed, tries)
+    search = _Search(_atoms(members, relaxed, most=MOST_ATOMS if most > 1 else 1), ranks, relaxed, tries, max(gain, 1))
     found: list[Choice] = []
     for count in range(1, most + 1):
-        limit = found[-1].waste - max(gain, 1) if found else within
+        limit = found[-1].waste - search.gain if found else within
         choice = search.best(count, limit)
         if choice is not None:
             found.append(choice)
@@ -94,8 +94,9 @@ class _Search:
         ranks: Ranks,
         relaxed: frozenset[int] = _NONE,
         tries: int | None = None,
+        gain: int = SEGMENT,
     ) -> None:
-        self.atoms, self.ranks, self.relaxed, self.tries = atoms, ranks, relaxed, tries
+        self.atoms, self.ranks, self.relaxed, self.tries, self.gain = atoms, ranks, relaxed, tries, gain
         self.numels = [sum(tensor.numel for _, tensor in atom) for atom in atoms]
         self.steps = [_known(atom, relaxed) for atom in atoms]
         self.bounds: dict[int, int] = {}
@@ -107,28 +108,16 @@ class _Search:
         if limit is not None and limit < 0:
             return None
         partitions = [(sum(map(self.bound, parts)), parts) for parts in _partitions(len(self.atoms), count)]
-        found: tuple[list[int], list[SegmentPlan]] | None = None
+        found: Choice | None = None
         for bound, parts in sorted(partitions):
             if limit is not None and bound > limit:
                 break
             plans = self.plan_all(parts, bound, limit)
             if plans is not None:
-                found, limit = (parts, plans), sum(plan.numel - plan.useful for plan in plans) - 1
-        if found is None:
-            return None
-        plans = [self.reordered(part, plan) for part, plan in zip(*found, strict=True)]
-        waste = sum(plan.numel - plan.useful for plan in plans)
-        return Choice(tuple(plans), waste, sum(plan.cut_bytes for plan in plans))
-
-    def reordered(self, part: int, plan: SegmentPlan) -> SegmentPlan:
-        """The plan, or one in another order that saves ``SEGMENT`` elements and cuts nothing."""
-        least = plan.useful + self.bound(part)
-        for order in ORDERS if len(plan.tensors) <= MOST_ORDERED and not self.relaxed else ():
-            if plan.numel - SEGMENT < least:
-                break
-            members, limit = sorted(plan.tensors, key=order), (plan.numel - SEGMENT) // self.ranks.total
-            plan = plan_within(members, self.ranks, limit=limit) or plan
-        return plan
+                waste = sum(plan.numel - plan.useful for plan in plans)
+                found = Choice(tuple(plans), waste, sum(plan.cut_bytes for plan in plans))
+                limit = waste - 1
+        return found
 
     def plan_all(self, parts: Sequence[int], bound: int, limit: int | None) -> list[SegmentPlan] | None:
         """Plans of all parts, in order of their first tensors, or None if they pad more than ``limit``."""
@@ -151,7 +140,13 @@ class _Search:
         if self.tries == 0 or (size is not None and size <= self.misfits.get(part, -1)):
             return None
         self.tries = None if self.tries is None else self.tries - 1
-        plan = plan_within(_union(self.atoms, part), self.ranks, relaxed=self.relaxed, limit=size)
+        members = _union(self.atoms, part)
+        plan = plan_within(members, self.ranks, relaxed=self.relaxed, limit=size)
+        for order in ORDERS if len(members) <= MOST_ORDERED and not self.relaxed else ():
+            limit = size if plan is None else (plan.numel - self.gain) // self.ranks.total
+            if limit is None or limit * self.ranks.total < self.numel(part) + self.bound(part):
+                break
+            plan = plan_within(sorted(members, key=order), self.ranks, limit=limit) or plan
         if plan is not None:
             self.plans[part] = plan
         elif size is not None:

@@ -8,24 +8,36 @@ holds::
     block(payloads, state) -> direction         whole blocks, pure
     apply(param, direction, state)              element-wise, on the local run
 
-How the rules of this project, and those that are planned, fit::
+How the rules of this project fit::
 
-    rule       block         finest  wire  payloads         element state (in the cut)     block state (where computed)
-    AdamW      one element   1       -     none             exp_avg, exp_avg_sq  f32       -
-    Adam8bit   256 elements  256     -     none             exp_avg, exp_avg_sq  u8        -
-                                                            a scale per 256 of each  f32
-    Muon       the matrix    1       bf16  momentum input   momentum  f32                  -
-    NorMuon    the matrix    1       bf16  momentum input   momentum  f32                  mean square of each row (m,)
-    Shampoo,   b x b         1       f32   gradient         -                              exp_avg, exp_avg_sq (b, b)
-    Adam graft                                                                             L, R and their roots (b, b)
-    SOAP       b x b         1       f32   gradient         -                              exp_avg, exp_avg_sq, L, R,
-                                                                                           Q_L, Q_R (b, b)
+    rule      block         finest  wire  payloads        state in the cut                  state where computed
+    AdamW     one element   1       -     none            exp_avg, exp_avg_sq  f32          -
+    Adam8bit  256 elements  256     -     none            exp_avg, exp_avg_sq  u8           -
+                                                          a scale per 256 of each  f32
+    Muon      the matrix    1       bf16  momentum input  momentum  f32                     -
+    NorMuon   the matrix    1       bf16  momentum input  momentum  f32                     mean square of a row (m,)
+    Shampoo   b x b         1       f32   gradient        -                                 exp_avg, exp_avg_sq (b, b)
+                                                                                            L, R and their roots (b, b)
+    SOAP      b x b         1       f32   gradient        -                                 exp_avg, exp_avg_sq, L, R,
+                                                                                            Q_L, Q_R (b, b)
 
-Element state lives with the parameter's run; block state, of any shape, where the block is computed. Shampoo and SOAP
-keep their moments as block state: one payload goes out and one direction comes back, where moments kept in the cut
-would send three. A rule without ``block`` (AdamW, Adam8bit) does everything in ``prepare`` and never communicates,
-whatever its block. Payloads and directions are rounded to ``wire_dtype`` whether an edge cuts the block or not, so that
-the update does not depend on the number of ranks.
+Element state lives with the parameter's run, and so does chunk state, one number for each ``finest`` elements; block
+state, of any shape, where the block is computed. Shampoo and SOAP keep their moments as block state: one payload goes
+out and one direction comes back, where moments kept in the cut would send three. A rule without ``block`` (AdamW,
+Adam8bit) does everything in ``prepare`` and never communicates, whatever its block. Payloads and directions are rounded
+to ``wire_dtype`` whether an edge cuts the block or not, so that the update does not depend on the number of ranks.
+
+What a rule may also have, each with a meaning to the ``Optimizer`` alone:
+
+    for_shape(shape) -> rule                    another rule for parameters of some shapes (Adam8bit: small ones)
+    chunk_state() -> {name: dtype}              state with one number for each ``finest`` consecutive elements
+    block_state(block) -> {name: first value}   state of a block of that shape; then ``block`` takes ``refresh=`` and
+                                                returns the direction and what of the state changed
+    refresh                                     every how many steps a block is told ``refresh="again"``, else None;
+                                                block i when (t + i) % refresh == 0; every block "first" at t = 0
+    parameter_state() -> {name: first value}    0-d float32 numbers of a parameter, the same on every rank
+    loaded(state)                               called with a parameter's state after it was read from elsewhere
+    cost(block)                                 work of one block, in FLOPs; else its elements
 """
 
 from __future__ import annotations
@@ -38,7 +50,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from vescale.block import Block
+from vescale.block import Block, Lattice
 
 
 @runtime_checkable
@@ -130,11 +142,20 @@ class Rules:
             ValueError: If no pattern matches, or the rule cannot step such a parameter.
         """
         group = self.group_of(name)
-        rule = self.groups[group].rule
         try:
-            return Block(rule.block_shape(tuple(param.shape)), rule.finest, group)
+            rule = self.rule_of(name, tuple(param.shape))
+            label = group if type(rule) is type(self.groups[group].rule) else f"{group}: {type(rule).__name__}"
+            return Block(rule.block_shape(tuple(param.shape)), rule.finest, label)
         except ValueError as error:
             raise ValueError(f"{name} in group {group}: {error}") from None
+
+    def rule_of(self, name: str, shape: tuple[int, ...]) -> Any:
+        """Returns the rule that steps a parameter: its group's, or what that names for such a shape.
+
+        Raises:
+            ValueError: If no pattern matches.
+        """
+        return rule_for(self.groups[self.group_of(name)].rule, shape)
 
     def route(self, named_parameters: Iterable[tuple[str, torch.Tensor]]) -> Routing:
         """Returns which parameter goes to which group; print it.
@@ -148,7 +169,7 @@ class Rules:
         for name, param in named:
             try:
                 block = self.block_of(name, param)
-                routes[block.group].append(Route(name, tuple(param.shape), block))
+                routes[self.group_of(name)].append(Route(name, tuple(param.shape), block))
             except ValueError as error:
                 problems.append(str(error))
         for group, entry in self.groups.items():
@@ -179,15 +200,44 @@ class Routing(NamedTuple):
     def __str__(self) -> str:
         rows = [("group", "rule", "parameters", "elements", "largest block", "state B/element")]
         for group, routes in self.routes.items():
-            rule = self.rules.groups[group].rule
-            elements = sum(math.prod(route.shape) for route in routes)
-            largest = max((math.prod(route.block.shape) for route in routes), default=0)
-            state = sum(torch.empty((), dtype=dtype).element_size() for dtype in rule.element_state().values())
-            rows.append((group, type(rule).__name__, str(len(routes)), f"{elements:,}", f"{largest:,}", str(state)))
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        return "\n".join(
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-        )
+            by_rule: dict[str, list[Route]] = {}
+            for route in routes:
+                by_rule.setdefault(type(self._rule(group, route)).__name__, []).append(route)
+            for rule, some in by_rule.items():
+                elements = sum(math.prod(route.shape) for route in some)
+                largest = max((math.prod(route.block.shape) for route in some), default=0)
+                state = sum(state_bytes(self._rule(group, route), route.shape) for route in some)
+                each = f"{state / max(elements, 1):.4g}"
+                rows.append((group, rule, str(len(some)), f"{elements:,}", f"{largest:,}", each))
+        return table(rows)
+
+    def _rule(self, group: str, route: Route) -> Any:
+        return rule_for(self.rules.groups[group].rule, route.shape)
+
+
+def state_bytes(rule: Any, shape: tuple[int, ...]) -> int:
+    """Returns the bytes of a parameter's state over all ranks, padding and counters left out."""
+    numel = math.prod(shape)
+    total = numel * sum(dtype.itemsize for dtype in rule.element_state().values())
+    if hasattr(rule, "chunk_state"):
+        total += -(-numel // rule.finest) * sum(dtype.itemsize for dtype in rule.chunk_state().values())
+    if hasattr(rule, "block_state"):
+        lattice = Lattice(shape, rule.block_shape(shape))
+        total += lattice.num_blocks * sum(first.nbytes for first in rule.block_state(lattice.block).values())
+    return total
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Returns rows of cells as lines of text in columns."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def rule_for(rule: Any, shape: tuple[int, ...]) -> Any:
+    """Returns the rule that ``rule`` names for parameters of this shape, ``rule`` itself unless it says otherwise."""
+    return rule.for_shape(shape) if hasattr(rule, "for_shape") else rule
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -8,23 +8,53 @@ Muon's, and a norm, which is AdamW's::
     runs      <--------- Muon ---------------><---- AdamW ------>
 
 A run ends where its last parameter's padding ends, so that vector loops have no tail and the bits do not depend on the
-cut.
+cut. A rule that never lets runs of 256 elements be cut counts them from each tensor's first element: its runs are of
+one parameter.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from vescale.block import Lattice
+from vescale.placement import RaggedShard
 from vescale.planner import ALIGN
 from vescale.ragged_tensor import RaggedTensor, from_local
+from vescale.rule import rule_for
 from vescale.shards import Boundary
 from vescale.unit import Home, home_of
+
+
+class BlockState(NamedTuple):
+    """What this rank keeps of the blocks of one parameter.
+
+    A block at the edge of a tensor, shorter than the others, has its state in the first elements of its row.
+
+    Args:
+        first: Index of the first block here.
+        rows: name -> (blocks here, *state).
+        units: Blocks of each rank, in rank order.
+    """
+
+    first: int
+    rows: dict[str, torch.Tensor]
+    units: tuple[int, ...]
+
+    def row(self, name: str, block: int, shape: Sequence[int]) -> torch.Tensor:
+        """The state of one block, of the shape that its size gives it."""
+        row = self.rows[name][block - self.first]
+        return row if row.shape == torch.Size(shape) else row.reshape(-1)[: math.prod(shape)].view(tuple(shape))
+
+
+def chunk_state(rule: Any) -> dict[str, torch.dtype]:
+    """Names and dtypes of the rule's state that has one number for each ``finest`` elements."""
+    return rule.chunk_state() if hasattr(rule, "chunk_state") else {}
 
 
 class Run:
@@ -43,7 +73,10 @@ class Run:
     home: Home | None  # of the first parameter; None for parameters outside any unit
     start: int  # of the run, in elements of the buffer
     stop: int
-    state: dict[str, torch.Tensor]  # name -> (stop - start,) flat
+    state: dict[str, torch.Tensor]  # name -> (stop - start,) flat; chunk state -> one for each rule.finest elements
+    numbers: dict[str, torch.Tensor]  # name -> (len(params),) float32, state that is one number of a parameter
+    begun: torch.Tensor  # (len(params),) int64 on the CPU, steps begun, skipped ones counted
+    blocks: list[BlockState]  # of each parameter; on a whole run of a rule with block state
     steps: torch.Tensor  # (len(params),) float32, completed steps
     ages: list[int]  # equal for parameters that took part in the same steps; others are stepped apart
     clock: int  # steps begun, on the parent
@@ -67,12 +100,21 @@ class Run:
         if parent is None:
             flat = self.param()
             self.state = {name: torch.zeros_like(flat, dtype=dtype) for name, dtype in rule.element_state().items()}
+            chunks = -(-flat.numel() // rule.finest)
+            self.state |= {name: flat.new_zeros(chunks, dtype=dtype) for name, dtype in chunk_state(rule).items()}
             self.steps = torch.zeros(len(params), dtype=torch.float32, device=flat.device)
-            self.clock, self.ages = 0, [0] * len(params)
+            numbers = rule.parameter_state() if hasattr(rule, "parameter_state") else {}
+            self.numbers = {name: torch.full_like(self.steps, value) for name, value in numbers.items()}
+            self.begun = torch.zeros(len(params), dtype=torch.int64)
+            self.clock, self.ages, self.blocks = 0, [0] * len(params), []
         else:
             at = self.start - parent.start
-            self.state = {name: flat[at : at + self.stop - self.start] for name, flat in parent.state.items()}
-            self.steps = parent.steps[first : first + len(params)]
+            stop = at + self.stop - self.start
+            self.state = {name: parent.state[name][at:stop] for name in rule.element_state()}
+            mine = slice(first, first + len(params))
+            self.steps, self.begun = parent.steps[mine], parent.begun[mine]
+            self.numbers = {name: values[mine] for name, values in parent.numbers.items()}
+            self.blocks = parent.blocks[mine]
 
     @property
     def num_ranks(self) -> int:
@@ -116,14 +158,27 @@ class Run:
         base = self.rank * self.shard_size
         return shard[self.start - base : self.stop - base]
 
-    def view(self, flat: torch.Tensor, index: int) -> torch.Tensor:
+    def view(self, name: str, index: int) -> torch.Tensor:
         """The part of a flat state that is parameter ``index``, cut as the parameter is."""
-        param = self.params[index]
+        param, flat = self.params[index], self.state[name]
+        if name in chunk_state(self.rule):
+            return self._chunks(flat)
         if not isinstance(param, RaggedTensor):
             return flat.view(param.shape)
         begin, end = param.run
         at = self.offsets[index] + begin - self.start if end > begin else 0
         return from_local(flat[at : at + end - begin], param.device_mesh, param.placements, shape=param.shape)
+
+    def _chunks(self, flat: torch.Tensor) -> torch.Tensor:
+        """Chunk state of the one parameter, cut where the parameter is; ``rule.finest`` elements are one."""
+        (param,) = self.params
+        if not isinstance(param, RaggedTensor):
+            return flat
+        edges = [param.placement.run(param.shape, rank)[1] for rank in range(self.num_ranks)]
+        counts = [-(-edge // self.rule.finest) for edge in edges]
+        units = [stop - start for start, stop in zip([0, *counts], counts, strict=False)]
+        placements = [RaggedShard((0,), units) if isinstance(p, RaggedShard) else p for p in param.placements]
+        return from_local(flat, param.device_mesh, placements, shape=(counts[-1],))
 
     def lattice(self, index: int) -> Lattice:
         """Blocks of parameter ``index``."""
@@ -160,28 +215,62 @@ class Run:
             )
         return self._parts[first, end]
 
+    def create_blocks(self, owned: Sequence[Sequence[int]]) -> None:
+        """Makes the block state.
+
+        Args:
+            owned: For each parameter, how many of its blocks each rank computes, in rank order.
+        """
+        device = self.steps.device
+        for index, units in enumerate(owned):
+            first = sum(units[: self.rank])
+            values = self.rule.block_state(self.lattice(index).block)
+            rows = {
+                name: value.to(device).expand(units[self.rank], *value.shape).contiguous()
+                for name, value in values.items()
+            }
+            self.blocks.append(BlockState(first, rows, tuple(units)))
+
+    def block_view(self, name: str, index: int) -> torch.Tensor:
+        """Block state of parameter ``index``, (blocks, *state), cut between the ranks that compute its blocks."""
+        param, held = self.params[index], self.blocks[index]
+        rows = held.rows[name]
+        if not isinstance(param, RaggedTensor):
+            return rows
+        placements = [RaggedShard((0,), held.units) if isinstance(p, RaggedShard) else p for p in param.placements]
+        shape = (sum(held.units), *rows.shape[1:])
+        return from_local(rows.view(-1), param.device_mesh, placements, shape=shape)
+
     def advance(self, skip: torch.Tensor | None) -> None:
         """Counts a completed step."""
+        self.begun += 1
         self.steps.add_(1 if skip is None else 1 - skip)
         for index in range(self.first, self.first + len(self.params)):
             self.parent.ages[index] = hash((self.parent.ages[index], self.parent.clock))
 
 
 def runs_of(group: dict[str, Any], rule: Any) -> list[Run]:
-    """Cuts a group into runs: parameters that follow each other in one buffer."""
+    """Cuts a group into runs: parameters of one rule that follow each other in one buffer."""
     pairs = list(zip(group["param_names"], group["params"], strict=True))
     place = {id(p): (i, home_of(p)) for i, (_, p) in enumerate(pairs)}
     order = {id(home.segment): n for n, home in enumerate(h for _, h in place.values() if h)}
+    rules = {id(p): rule_for(rule, tuple(p.shape)) for _, p in pairs}
 
     def key(pair: tuple[str, nn.Parameter]) -> tuple[int, int]:
         position, home = place[id(pair[1])]
         return (order[id(home.segment)], home.at) if home else (len(order) + position, 0)
 
+    def joins(last: nn.Parameter, param: nn.Parameter) -> bool:
+        before, home, of = home_of(last), home_of(param), rules[id(param)]
+        same = type(rules[id(last)]) is type(of) and of.finest == 1
+        return bool(same and home and before and home.segment is before.segment and home.at == before.at + 1)
+
     runs: list[list[tuple[str, nn.Parameter]]] = []
     for name, param in sorted(pairs, key=key):
-        home, last = home_of(param), home_of(runs[-1][-1][1]) if runs else None
-        if home and last and home.segment is last.segment and home.at == last.at + 1:
+        if runs and joins(runs[-1][-1][1], param):
             runs[-1].append((name, param))
         else:
             runs.append([(name, param)])
-    return [Run(group["name"], rule, [name for name, _ in run], [param for _, param in run]) for run in runs]
+    return [
+        Run(group["name"], rules[id(run[0][1])], [name for name, _ in run], [param for _, param in run]) for run in runs
+    ]

@@ -242,6 +242,10 @@ class Saver:
             if name.startswith(RANDOM):
                 begin = name.rpartition(".")[0]
                 found |= {f"{begin}.{rank}": _stored(name, value) for rank in range(self.world)}
+            if "@" in name:  # the other ranks' parts lie alike
+                begin, _, parts = name.rpartition("@")
+                count = int(parts.partition("/")[2])
+                found |= {f"{begin}@{part}/{count}": _stored(name, value) for part in range(count)}
         return Metadata(found, planner_data={name: (name,) for name in found})
 
     def _remove_old(self) -> None:

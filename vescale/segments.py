@@ -15,7 +15,7 @@ all-gathers and a reduce-scatter, 2 bytes an element, received by every rank), t
 to send. A further segment has to save ``SEGMENT`` elements of padding or their equal.
 
 Tensors lie in the order of their definition. Another one is taken where nothing is cut and it saves ``SEGMENT``
-elements: of 925 random layers of three to six matrices 14, by up to 3.9 % of their elements; no layer of
+elements: of 925 random layers of three to six tensors at least 14, by up to 3.9 % of their elements; no layer of
 ``tests/bench/planner.py``.
 
 Tried and not worth it: splitting by granularity alone, and keeping equal matrices together (5.9 % against 2.0 % for

@@ -166,7 +166,7 @@ class ShardState:
         tree, in_graph_task = self.tree, torch._C._current_graph_task_id() != -1
         if tree.root is self or (tree.callback_queued and not in_graph_task):
             tree.reset()  # an exception ended the last forward, or the last backward
-        if self.in_backward:  # recomputation by activation checkpointing
+        if self._recomputing():
             self._whole()
             return self._cast_inputs(args, kwargs)
         if not in_graph_task:  # else a reentrant checkpoint recomputes a forward that was counted already
@@ -196,7 +196,7 @@ class ShardState:
             tree.entered.append(self)
 
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if not self.in_backward:
+        if not self._recomputing():
             self._watch_outputs(output)
             if torch._C._current_graph_task_id() == -1:
                 self._leave(module)
@@ -226,6 +226,12 @@ class ShardState:
     def _prefetch(self, states: Sequence[ShardState]) -> None:
         for state in states:
             state.unit.unshard()
+
+    def _recomputing(self) -> bool:
+        """Whether activation checkpointing runs this forward again: after its own backward began, or, inside a module
+        that is recomputed, before. What the first run watched is what backward goes through.
+        """
+        return self.in_backward or (self.pending > 0 and torch._C._current_graph_task_id() != -1)
 
     def _whole(self) -> None:
         self.unit.unshard()

@@ -6,7 +6,6 @@ Every rank runs the same code; what rank 0 alone does (printing, metrics, the ru
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import json
 import math
@@ -21,18 +20,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from vescale import checkpoint, deterministic, record
 from vescale.collectives import same_on_every_rank
 from vescale.commit import preview
-from vescale.data import IGNORED, Batch, Prefetch, Samples
+from vescale.data import Batch, Prefetch, Samples, num_labels
 from vescale.fsdp import fully_shard
-from vescale.grad_norm import clip_grad_norm_
+from vescale.garbage import Garbage
 from vescale.health import Health, first_bad
 from vescale.job import RunConfig, TrainerConfig
 from vescale.journal import Journal
-from vescale.mesh import make_mesh, pick_device, process_group, rank_of_job
+from vescale.mesh import make_expert_mesh, make_mesh, pick_device, process_group, rank_of_job
 from vescale.optimizer import Optimizer
 from vescale.planner import SegmentPlan
 from vescale.profile import Profile
@@ -64,12 +63,13 @@ class Trainer:
     peaks: list[float]  # learning rate of each group as its rule states it; the groups hold scaled ones
     step: int  # optimizer steps completed
     journal: Journal | None  # on rank 0
+    loads: dict[str, Tensor]  # what the last step said of its experts
     _kept: int | None  # step of the newest checkpoint that is whole or being written
 
     def __init__(self, run: RunConfig, *, settings: dict[str, Any]) -> None:
         self.config, self.parallelism, self.tracking, self.rules = run.trainer, run.parallelism, run.tracking, run.rules
         self.model_config, self.data_config, self.run_dir, self.settings = run.model, run.data, run.run_dir, settings
-        self.step, self.journal, self.lead = 0, None, rank_of_job() == 0
+        self.step, self.journal, self.loads, self.lead = 0, None, {}, rank_of_job() == 0
         with torch.device("meta"):
             self.model = self.model_config.build()
         self.routing = self.rules.route(self.model.named_parameters())
@@ -156,7 +156,7 @@ class Trainer:
                 that the last checkpoint does not fit on. Its message is one line.
         """
         record_collectives()
-        with self._tracked(), process_group(self.device), StopSignals() as self.signals, self._collected():
+        with self._tracked(), process_group(self.device), StopSignals() as self.signals, Garbage() as self.garbage:
             self._start()
             self._resume()
             with self._watched() as beat, self._progress() as advance:
@@ -182,6 +182,7 @@ class Trainer:
         self._schedule()
         loss, norm, tokens = self._gradient(self.step, max_norm=self.config.max_grad_norm or math.inf)
         self._take(loss, norm)
+        self.loads = self.model.finish_step()
         self.optimizer.zero_grad()
         self._counted += tokens
         return loss, norm
@@ -189,7 +190,7 @@ class Trainer:
     def _gradient(self, step: int, *, max_norm: float) -> tuple[Tensor, Tensor, Tensor]:
         """Leaves the clipped gradient of a step's samples in the parameters; returns loss, norm and tokens."""
         batches = [self._to_device(batch) for batch in self.batches.take(step)]
-        tokens = self._sum(sum(_num_labels(labels) for _, labels in batches))
+        tokens = self._sum(sum(num_labels(labels) for _, labels in batches))
         if self.exact is not None:
             return *self._gradient_in_order(self.exact, batches, tokens, max_norm=max_norm), tokens
         total = torch.zeros((), device=self.device)
@@ -197,7 +198,7 @@ class Trainer:
             loss = self.model(input_ids, labels) / tokens
             loss.backward()
             total += loss.detach()
-        norm = clip_grad_norm_(self.model.parameters(), max_norm)
+        norm = self.optimizer.clip_grad_norm_(max_norm, policy=self.config.clip_policy)
         return self._sum(total), norm, tokens
 
     def _gradient_in_order(
@@ -248,7 +249,7 @@ class Trainer:
         losses, counts = [], []
         for input_ids, labels in self._validation_batches(samples):
             losses.append(self.model(input_ids, labels))
-            counts.append(_num_labels(labels))
+            counts.append(num_labels(labels))
         tokens = int(self._sum(torch.stack(counts).sum()))
         if self.exact is not None:
             world = dist.get_world_size()
@@ -263,6 +264,7 @@ class Trainer:
         mesh = make_mesh(self.device)
         digest = hashlib.sha256(json.dumps(self.settings, sort_keys=True).encode()).hexdigest()
         same_on_every_rank(digest, what="the configuration", group=mesh.get_group())
+        self._deal_experts()
         self.shard(mesh=mesh)
         self.model.to_empty(device=self.device)
         torch.manual_seed(self.config.seed)
@@ -279,9 +281,21 @@ class Trainer:
         options: dict[str, Any] = {"steps": config.profile, "memory_step": config.memory_snapshot}
         self.profile = Profile(self.run_dir, rank=dist.get_rank(), device=self.device, **options)
 
-    def shard(self, **options: Any) -> None:
-        """Declares every unit to ``fully_shard``; ``options`` are further arguments of it."""
-        for module in (*self.model.units(), self.model):
+    def _deal_experts(self) -> None:
+        """Deals the experts over the ep axis, and shards each part over the ranks that have the same."""
+        if self.parallelism.ep > 1:
+            mesh = make_expert_mesh(self.device, self.parallelism.ep)
+            self.model.deal_experts(mesh["ep"].get_group())
+            self.shard(self.model.expert_units(), mesh=mesh["efsdp"])
+
+    def shard(self, modules: Sequence[nn.Module] | None = None, **options: Any) -> None:
+        """Declares units to ``fully_shard``, all of the model's when none are given.
+
+        Args:
+            modules: One unit each.
+            options: Further arguments of ``fully_shard``.
+        """
+        for module in (*self.model.units(), self.model) if modules is None else modules:
             fully_shard(
                 module,
                 mp_policy=self.parallelism.mp_policy,
@@ -340,7 +354,7 @@ class Trainer:
             tokens=extra["tokens"],
         )
         size = self.model_config.num_parameters()
-        print(f"{self.routing}\n{size:,} parameters, {world} ranks, run in {self.run_dir}")
+        print(f"{self.optimizer.report()}\n{size:,} parameters, {world} ranks, run in {self.run_dir}")
         print(f"metrics: {tracker.path}; {tracker.where}", flush=True)
         if self.exact is not None:
             print(deterministic.costs(self.exact, global_batch=self.config.global_batch))
@@ -425,8 +439,8 @@ class Trainer:
 
     def _look(self, loss: Tensor, norm: Tensor) -> None:
         """Logs, evaluates and saves when it is time to; after the last step, ``_finish`` evaluates and saves."""
-        if self.step % self.config.gc_every == 0:
-            gc.collect(1)
+        if self._due(self.config.gc_every):
+            self.garbage.collect()
         if self._due(self.config.log_every):
             self._settle()
             self._log(loss, norm)
@@ -465,8 +479,13 @@ class Trainer:
             step=self.step,
             tokens=int(self._counted),
             device=self.device,
-            more={"skipped": self.health.skipped} if self.config.skip_non_finite or self.config.spike else {},
+            more=self._more(),
         )
+
+    def _more(self) -> dict[str, float]:
+        """What only some runs have: loads of experts, steps left out."""
+        skipped = {"skipped": self.health.skipped} if self.config.skip_non_finite or self.config.spike else {}
+        return skipped | {name: value.item() for name, value in self.loads.items()}
 
     def _validate(self) -> dict[str, float]:
         losses = self.evaluate()
@@ -490,17 +509,6 @@ class Trainer:
         finally:
             if self.journal is not None:
                 self.journal.tracker.finish(exit_code=failed)
-
-    @contextmanager
-    def _collected(self) -> Iterator[None]:
-        """Garbage is collected at fixed steps, on all ranks together: at any other time one rank would hold up all."""
-        was = gc.isenabled()
-        gc.disable()
-        try:
-            yield
-        finally:
-            if was:
-                gc.enable()
 
     @contextmanager
     def _watched(self) -> Iterator[Callable[[], None]]:
@@ -568,11 +576,6 @@ class Trainer:
             *_plan_lines(plans),
         ]
         return "\n".join(lines)
-
-
-def _num_labels(labels: Tensor) -> Tensor:
-    """Returns how many labels count, () int64; of a jagged batch, of all its documents."""
-    return ((labels.values() if labels.is_nested else labels) != IGNORED).sum()
 
 
 def _plan_lines(plans: Sequence[tuple[str, tuple[SegmentPlan, ...]]]) -> list[str]:

@@ -47,3 +47,28 @@ def drive() -> Callable[..., Driver]:
 def distance() -> Callable[[Tensor, Tensor], float]:
     """``distance(a, b)`` is the norm of ``a - b`` over the norm of ``b``."""
     return lambda a, b: float((a.double() - b.double()).norm() / b.double().norm())
+
+
+class Stepped:
+    """A rule over plain parameters in one process; ``step`` takes their gradients."""
+
+    def __init__(self, rule: Any, *params: Tensor) -> None:
+        from vescale import Optimizer, Rules
+
+        self.params = [torch.nn.Parameter(param.clone()) for param in params]
+        named = [(f"p{i}", param) for i, param in enumerate(self.params)]
+        self.optimizer = Optimizer(named, Rules(all=("*", rule)))
+
+    def step(self, grads: Sequence[Tensor], *, skip: Tensor | None = None) -> None:
+        for param, grad in zip(self.params, grads, strict=True):
+            param.grad = grad.clone()
+        self.optimizer.step(skip=skip)
+
+    def state(self, index: int = 0) -> dict[str, Tensor]:
+        return self.optimizer.state[self.params[index]]
+
+
+@pytest.fixture
+def over() -> Callable[..., Stepped]:
+    """``over(rule, *params)`` copies the parameters; ``.step(grads)`` steps them, ``.state(i)`` is their state."""
+    return Stepped

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from collections.abc import Iterable
-from itertools import combinations, groupby
+from itertools import combinations, groupby, permutations
 from random import Random
 
 import pytest
@@ -14,9 +13,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from vescale import planner
-from vescale.partitions import SEGMENT
+from vescale.partitions import SEGMENT, lower_bound
 from vescale.planner import ALIGN, COLLECTIVE, SegmentPlan, TensorSpec, even_padding, plan_segment
-from vescale.segments import plan_unit
+from vescale.segments import plan_hard, plan_unit
 from vescale.shards import Boundary
 
 # --- any tensors, any number of ranks ---------------------------------------------------------------------------------
@@ -234,6 +233,41 @@ def test_the_oracle_that_takes_first_legal_starts_misses_no_placement() -> None:
         assert not any(fits_anyhow(tensors, num_ranks, smaller) for smaller in range(max(size - 4, 1), size))
 
 
+def cheapest(tensors: list[tuple[int, int]], num_ranks: int) -> int:
+    """The least padding over all set partitions, and all orders of each part."""
+    if not tensors:
+        return 0
+    first, rest, least = tensors[0], tensors[1:], []
+    for count in range(len(rest) + 1):
+        for others in combinations(range(len(rest)), count):
+            part = [first, *(rest[i] for i in others)]
+            size = min(optimum(list(order), num_ranks) for order in permutations(part))
+            left = [rest[i] for i in range(len(rest)) if i not in others]
+            least.append(num_ranks * size - sum(numel for numel, _ in part) + cheapest(left, num_ranks))
+    return min(least)
+
+
+def test_the_bound_and_the_smallest_budget_against_every_partition_and_order() -> None:
+    """All numbers in 64ths, so that alignment decides nothing."""
+    random, tight, found, total = Random(4), 0, 0, 200
+    for _ in range(total):
+        tensors = [(random.randint(1, 14), random.randint(1, 6)) for _ in range(random.randint(1, 4))]
+        num_ranks = random.randint(2, 5)
+        specs = [TensorSpec(str(i), 64 * numel, 64 * granularity) for i, (numel, granularity) in enumerate(tensors)]
+        least, bound = 64 * cheapest(tensors, num_ranks), lower_bound(specs, num_ranks=num_ranks)
+        assert bound <= least
+        tight += bound == least
+        try:
+            named = sum(plan.numel - plan.useful for plan in plan_hard(specs, num_ranks=num_ranks, max_padding=0))
+        except ValueError as error:
+            share = float(re.findall(r"at least ([\d.]+),", str(error))[0])
+            named = 64 * round(share * sum(numel for numel, _ in tensors))
+            assert "the smallest there is" not in str(error) or named == least
+        assert named >= least
+        found += named == least
+    assert tight >= 0.85 * total and found >= 0.95 * total, (tight, found)
+
+
 def test_alignment_costs_nothing_beyond_itself() -> None:
     """With tensors and granules of whole alignments, aligned plans are the unaligned ones, scaled."""
     random = Random(9)
@@ -439,18 +473,16 @@ def test_a_plan_of_known_shapes_and_owners_says_what_other_rules_pad_and_who_com
     ]
 
 
-def test_ten_thousand_ranks_are_planned_and_counted_in_a_moment() -> None:
-    random = Random(0)
+def test_ten_thousand_ranks_are_planned_and_counted_without_visiting_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    random, placed, place = Random(0), [], planner._place
+    monkeypatch.setattr(planner, "_place", lambda pieces, *rest: placed.append(len(pieces)) or place(pieces, *rest))
     rows = [32 * columns for columns in (2048, 2880, 4096, 5760, 7168, 14336)]
     many = [TensorSpec(f"m{i}", rows[i % 6] * random.randint(1, 300), rows[i % 6]) for i in range(400)]
     for tensors in (llama_layer(8192, 1024, 28672, rows=None), llama_layer(8192, 1024, 28672, rows=128), many):
-        seconds = []
-        for _ in range(3):
-            begin = time.process_time()
-            (plan,) = plan_unit(tensors, num_ranks=10_240)
-            assert sum(len(plan.boundary(i)) for i in range(len(tensors))) > 0
-            seconds.append(time.process_time() - begin)
-        assert min(seconds) < 0.3
+        placed.clear()
+        (plan,) = plan_unit(tensors, num_ranks=10_240)
+        assert sum(len(plan.boundary(i)) for i in range(len(tensors))) > 0
+        assert sum(placed) <= 100_000
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-import time
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from vescale import planner
 from vescale.commit import preview
 from vescale.dbuffer import Layout
 from vescale.fsdp import fully_shard
@@ -115,6 +117,9 @@ def test_the_smallest_budget_is_named_and_can_be_met(pairs: list[tuple[int, int]
         if not total:
             return
         least = float(str(error).split("expected at least ")[1].split(",")[0])
+        bound = math.ceil(lower_bound(tensors, num_ranks=num_ranks) / total * 1e6) / 1e6
+        assert ("the smallest there is in" in str(error)) == (least == bound)
+        assert (f"the smallest found (there is none below {bound:.6f})" in str(error)) == (least > bound)
         assert least > 0.001
         plans = plan_hard(tensors, num_ranks=num_ranks, max_padding=least)
         assert waste(plans) <= least * total
@@ -214,20 +219,40 @@ def test_a_second_segment_keeps_what_one_would_cut() -> None:
     assert waste(plans) <= 0.01 * sum(tensor.numel for tensor in tensors)
 
 
-@pytest.mark.parametrize("num_ranks", [8, 1021, 10_240])
-@pytest.mark.parametrize("rows", [1, 32, None])
-def test_all_of_deepseek_v3_is_planned_in_a_moment(num_ranks: int, rows: int | None) -> None:
+@pytest.fixture
+def placed(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Counts the tensors that buffers are tried with: nearly all the work there is, on any machine."""
+    counts, place = Counter[str](), planner._place
+
+    def counted(pieces: Sequence[Any], *rest: Any) -> Any:
+        counts["tensors"] += len(pieces)
+        return place(pieces, *rest)
+
+    monkeypatch.setattr(planner, "_place", counted)
+    return counts
+
+
+@pytest.mark.parametrize("num_ranks", [1, 8, 1021, 1024, 4093, 10_240])
+@pytest.mark.parametrize("rows", [1, 2, 32, None])
+def test_all_of_deepseek_v3_is_little_work(num_ranks: int, rows: int | None, placed: Counter[str]) -> None:
+    """7 places tried for each of 45,000 tensors are 0.2 seconds; ``tests/bench/planner.py`` has the seconds."""
     root = layer({"embed": (129280, 7168), "head": (129280, 7168), "norm": (7168,)}, 1)
     model = [*(layer(DEEPSEEK_DENSE if i < 3 else DEEPSEEK_MOE, rows) for i in range(61)), root]
-    model = [[t._replace(name=f"{i}.{t.name}") for t in unit] for i, unit in enumerate(model)]
-    seconds = []
-    for _ in range(2):
-        begin = time.process_time()
-        plans = plan_model(model, num_ranks=num_ranks)
-        seconds.append(time.process_time() - begin)
+    plans = plan_model(model, num_ranks=num_ranks)
     useful = sum(plan.useful for segments in plans for plan in segments)
     assert sum(map(waste, plans)) <= 0.01 * useful
-    assert min(seconds) < 1
+    assert placed["tensors"] <= 8 * sum(map(len, model))
+
+
+def test_equal_layers_are_planned_once_and_share_their_tensors(placed: Counter[str]) -> None:
+    first = layer(LLAMA_70B, 32)
+    plan_model([first], num_ranks=64)
+    once = placed["tensors"]
+    layers = [[tensor._replace(name=f"{i}.{tensor.name}") for tensor in first] for i in range(80)]
+    plans = plan_model(layers, num_ranks=64)
+    assert placed["tensors"] == 2 * once > 0
+    given = {id(tensor) for tensors in layers for tensor in tensors}
+    assert all(id(tensor) in given for segments in plans for plan in segments for tensor in plan.tensors)
 
 
 # --- the plans of a sharded module ------------------------------------------------------------------------------------

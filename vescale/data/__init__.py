@@ -18,7 +18,7 @@ is only a label, and is the next sample's first input, so an epoch predicts ever
 from vescale.data.mixture import Mixture, Part
 from vescale.data.order import ORDER, permute
 from vescale.data.prefetch import Prefetch
-from vescale.data.samples import IGNORED, Batch, Samples
+from vescale.data.samples import IGNORED, Batch, Samples, num_labels
 from vescale.data.text_data import SHIPPED_FILE, Dataset, TextData
 from vescale.data.token_file import TokenFile, TokenWriter, open_tokens
 from vescale.data.tokenizer import ByteTokenizer, JsonTokenizer, tokenizer_of
@@ -38,6 +38,7 @@ __all__ = [
     "TextData",
     "TokenFile",
     "TokenWriter",
+    "num_labels",
     "open_tokens",
     "permute",
     "tokenizer_of",

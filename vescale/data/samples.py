@@ -122,3 +122,8 @@ def raise_all(problems: list[str]) -> None:
     """Raises ValueError if there are any problems, with all of them in one line."""
     if problems:
         raise ValueError(f"data: {'; '.join(problems)}")
+
+
+def num_labels(labels: torch.Tensor) -> torch.Tensor:
+    """Returns how many labels count, () int64; of a jagged batch, of all its documents."""
+    return ((labels.values() if labels.is_nested else labels) != IGNORED).sum()

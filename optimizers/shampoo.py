@@ -1,0 +1,157 @@
+"""Shampoo: the gradient of each block between inverse fourth roots of its row and column statistics."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from optimizers.descent import descend
+from optimizers.fields import check, is_count, is_rate, within
+from optimizers.kronecker import average, correction, kronecker_block, size_of
+from optimizers.matrix_root import inverse_root
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shampoo:
+    """Shampoo (arXiv 1802.09568) on blocks of the logical matrix, with the step size of Adam per block.
+
+    Per block, with ``t`` counting from 1 and the roots renewed every ``refresh`` steps, not all blocks in the same::
+
+        L <- factor_beta L + (1 - factor_beta) G G^T       R likewise with G^T G
+        m <- beta1 m + (1 - beta1) G                       v <- beta2 v + (1 - beta2) G^2
+        D  = L^(-1/4) m R^(-1/4)
+        D <- D |a| / |D|     with a = mhat / (sqrt(vhat) + eps)      with graft="adam"
+        W <- W (1 - lr weight_decay) - lr D
+
+    Blocks follow the parameter, never a rank's part of it. A root that fails (in float32 by coupled Newton, then in
+    float64 by eigenvalues) is counted in ``failures`` and the last one is kept.
+
+    Args:
+        lr: Learning rate, parameter units per step; a number, or a 0-d float32 tensor on the parameter's device.
+        betas: Decay of the two moments per step, each in [0, 1).
+        factor_beta: Decay of the statistics, in [0, 1]; 1 sums them up, as in the paper.
+        eps: Added to the root of the second moment, in units of the gradient.
+        weight_decay: Fraction of the parameter removed per step and per unit of ``lr``.
+        block_size: Rows and columns of a block at most.
+        refresh: Steps between two computations of a root.
+        damping: Added to the statistics' diagonals, as a fraction of their largest eigenvalue.
+        graft: "adam", or "none": D as it is.
+        wire_dtype: Gradient and direction of every block are rounded to it. bfloat16 or float32.
+
+    Raises:
+        ValueError: If a field is out of range; all of them are named.
+    """
+
+    # betas, factor_beta, block_size and refresh of DASH (arXiv 2602.02016, ista-daslab-optimizers), lr and decay of
+    # torch.optim.AdamW, whose steps these have.
+    lr: float | Tensor = 1e-3
+    betas: Sequence[float] = (0.9, 0.95)
+    factor_beta: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 1e-2
+    block_size: int = 1024
+    refresh: int = 10
+    # Below 1e-6 of the largest eigenvalue lies float32's noise: the root's error is then of order one.
+    damping: float = 1e-6
+    graft: str = "adam"
+    wire_dtype: torch.dtype = torch.float32
+
+    finest: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        check(
+            self,
+            lr=(is_rate(self.lr), "a number >= 0 or a 0-d tensor"),
+            betas=(len(self.betas) == 2 and all(within(beta, 0, 1) for beta in self.betas), "two numbers in [0, 1)"),
+            factor_beta=(within(self.factor_beta, 0, 1) or self.factor_beta == 1, "a number in [0, 1]"),
+            eps=(within(self.eps, 0, math.inf), "a number >= 0"),
+            weight_decay=(within(self.weight_decay, 0, math.inf), "a number >= 0"),
+            block_size=(is_count(self.block_size, 1), "an integer >= 1"),
+            refresh=(is_count(self.refresh, 1), "an integer >= 1"),
+            damping=(within(self.damping, math.ulp(0.0), 1), "a number in (0, 1)"),
+            graft=(self.graft in ("adam", "none"), "adam or none"),
+            wire_dtype=(self.wire_dtype in (torch.bfloat16, torch.float32), "torch.bfloat16 or torch.float32"),
+        )
+
+    def block_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns ``(block_size, block_size)``, with a 1 before it for a stack of matrices.
+
+        Raises:
+            ValueError: If the parameter is neither a matrix nor a stack of matrices.
+        """
+        return kronecker_block(self, shape, self.block_size)
+
+    def cost(self, block: tuple[int, ...]) -> float:
+        """Returns the FLOPs of a block: statistics and direction each step, a share of the roots.
+
+        A root is about 15 steps of four products.
+        """
+        m, n = block[-2:]
+        return 4 * m * n * (m + n) + 2 * 60 * (m**3 + n**3) / self.refresh
+
+    def element_state(self) -> dict[str, torch.dtype]:
+        """Returns nothing: the moments are block state, so that one gradient travels instead of three tensors."""
+        return {}
+
+    def block_state(self, block: tuple[int, ...]) -> dict[str, Tensor]:
+        """Returns the first values of what a block of this shape keeps."""
+        m, n = block[-2:]
+        factors = {"left": torch.zeros(m, m), "right": torch.zeros(n, n)}
+        roots = {"left_root": torch.eye(m), "right_root": torch.eye(n)}
+        moments = {"exp_avg": torch.zeros(m, n)} | ({"exp_avg_sq": torch.zeros(m, n)} if self.graft == "adam" else {})
+        return {**moments, **factors, **roots, "failures": torch.zeros(())}
+
+    def prepare(
+        self, param: Tensor, grad: Tensor, state: Mapping[str, Tensor], *, skip: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        """Returns the gradient, (n,) in ``wire_dtype``; in float32 the gradient itself."""
+        return (grad.to(self.wire_dtype),)
+
+    def block(
+        self, payloads: tuple[Tensor, ...], state: Mapping[str, Tensor], *, refresh: str | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Returns the directions, like the payload, and what of the state is new.
+
+        Args:
+            payloads: The gradients, (B, m, n) or (B, 1, m, n) in ``wire_dtype``; never written.
+            state: The names of ``block_state``, (B, ...) each, and ``step``, () float32: the steps completed before
+                this one; never written.
+            refresh: Whether to compute roots: "first", "again", or None.
+        """
+        grad = payloads[0].reshape(-1, *payloads[0].shape[-2:]).float()
+        steps, (beta1, beta2) = state["step"] + 1, self.betas
+        new = {
+            "left": average(state["left"], grad @ grad.mT, self.factor_beta),
+            "right": average(state["right"], grad.mT @ grad, self.factor_beta),
+            "exp_avg": average(state["exp_avg"], grad, beta1),
+        }
+        if refresh is not None:
+            scale = correction(self.factor_beta, steps)
+            new |= self._roots(new["left"] / scale, new["right"] / scale, state)
+        left, right = (new.get(name, state[name]) for name in ("left_root", "right_root"))
+        mean = new["exp_avg"] / correction(beta1, steps)
+        direction = left @ mean @ right
+        if self.graft == "adam":
+            new["exp_avg_sq"] = average(state["exp_avg_sq"], grad.square(), beta2)
+            adam = mean / ((new["exp_avg_sq"] / correction(beta2, steps)).sqrt() + self.eps)
+            size = size_of(direction)
+            direction = direction * torch.where(size > 0, size_of(adam) / size, 0.0)
+        return direction.to(self.wire_dtype).view(payloads[0].shape), new
+
+    def _roots(self, left: Tensor, right: Tensor, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """New roots, the last ones where they fail, and how many have failed."""
+        new, failures = {}, state["failures"]
+        for name, factor in (("left_root", left), ("right_root", right)):
+            root, good = inverse_root(factor, 4, damping=self.damping)
+            new[name] = torch.where(good[:, None, None], root, state[name])
+            failures = failures + (~good).to(failures.dtype)
+        return {**new, "failures": failures}
+
+    def apply(self, param: Tensor, direction: Tensor, state: Mapping[str, Tensor], *, skip: Tensor | None) -> None:
+        """Decays ``param`` and steps it along ``direction``, in place; see ``descend``."""
+        descend(param, direction, lr=self.lr, weight_decay=self.weight_decay, skip=skip)

@@ -1,0 +1,154 @@
+"""Experts dealt over ranks are the experts of one process, wherever the tokens want to go."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from models import DeepseekV3Config, Qwen3MoeConfig, hf
+from models.decoder import CausalLM, CausalLMConfig
+from models.expert_parallel import held
+from optimizers import AdamW, Muon
+from vescale import Optimizer, Rules, checkpoint, clip_grad_norm_, fully_shard
+from vescale.mesh import make_expert_mesh
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+}
+QWEN = Qwen3MoeConfig(
+    **SIZES, num_key_value_heads=2, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16,
+    router_aux_loss_coef=0.0,
+)  # fmt: skip
+DEEPSEEK = DeepseekV3Config(
+    **SIZES, intermediate_size=48, moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2,
+    first_k_dense_replace=1, n_group=2, topk_group=1, q_lora_rank=None, kv_lora_rank=16, qk_nope_head_dim=8,
+    qk_rope_head_dim=4, v_head_dim=8, checkpoint="full",
+)  # fmt: skip
+RULES = Rules(
+    matrices=("*_proj.weight", Muon(lr=0.02, ns_dtype=torch.float32, wire_dtype=torch.float32)),
+    rest=("*", AdamW(lr=0.01)),
+)
+TOKENS = 12  # sequences of 5: rows that nothing divides
+
+
+# What the routers' weights are filled with: every token to the same experts, or as they like.
+CASES: dict[str, tuple[CausalLMConfig, float | None]] = {
+    "spread": (QWEN, None),
+    "all to two experts": (QWEN, 0.0),
+    "one each, three experts": (replace(QWEN, num_experts=3, num_experts_per_tok=1), None),
+    "all to one expert": (replace(QWEN, num_experts=5, num_experts_per_tok=1), 0.0),
+    "latent, balanced, recomputed": (DEEPSEEK, None),
+}
+
+
+def fill(model: CausalLM, router: float | None) -> None:
+    torch.manual_seed(3)
+    model.init_weights()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if router is not None and name.endswith(("mlp.gate.weight", "mlp.router.weight")):
+                parameter.fill_(router)
+
+
+def data(rank: int, world: int) -> torch.Tensor:
+    torch.manual_seed(7)
+    rows = torch.randint(0, 61, (TOKENS, 6))
+    share = TOKENS // world
+    return rows[rank * share : (rank + 1) * share]
+
+
+def steps(model: CausalLM, optimizer: Optimizer, ids: torch.Tensor) -> dict[str, Any]:
+    """Two optimizer steps; what came of them, whole and under plain names."""
+    out: dict[str, Any] = {"logits": model(ids[:, :-1]).detach()}
+    for _ in range(2):
+        loss = model(ids[:, :-1], ids[:, 1:]) / (5 * TOKENS)
+        loss.backward()
+        out["grads"] = {name: hf.whole(p.grad, held(p)).clone() for name, p in model.named_parameters()}
+        out["norm"] = clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        out["loads"] = model.finish_step()
+    out["loss"] = loss.detach()
+    out["weights"] = {name: hf.whole(tensor) for name, tensor in hf.named_tensors(model)}
+    return out
+
+
+def one_process(config: CausalLMConfig, router: float | None) -> dict[str, Any]:
+    model = config.build()
+    fill(model, router)
+    return steps(model, Optimizer(model.named_parameters(), RULES), data(0, 1))
+
+
+def built(config: CausalLMConfig, ep: int) -> tuple[CausalLM, Optimizer]:
+    """A model on all ranks, its experts dealt over ``ep`` of them, and its optimizer."""
+    world = dist.get_world_size()
+    mesh, experts = init_device_mesh("cpu", (world,)), make_expert_mesh(torch.device("cpu"), ep)
+    with torch.device("meta"):
+        model = config.build()
+    model.deal_experts(experts["ep"].get_group())
+    for module in model.expert_units():
+        fully_shard(module, mesh=experts["efsdp"], block_of=RULES.block_of)
+    for module in (*model.units(), model):
+        fully_shard(module, mesh=mesh, block_of=RULES.block_of)
+    model.to_empty(device="cpu")
+    fill(model, None)
+    model.set_gradient_divide_factor(1.0, recurse=True)
+    return model, Optimizer(model.named_parameters(), RULES)
+
+
+def dealt(config: CausalLMConfig, router: float | None, ep: int) -> dict[str, Any]:
+    model, optimizer = built(config, ep)
+    fill(model, router)
+    return steps(model, optimizer, data(dist.get_rank(), dist.get_world_size()))
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("world", "ep"), [(2, 2), (4, 2), (4, 4)])
+def test_outputs_gradients_and_updates_are_those_of_one_process(name: str, world: int, ep: int, pool: Any) -> None:
+    config, router = CASES[name]
+    want = one_process(config, router)
+    results = pool(world).run(dealt, config, router, ep)
+    close = {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(torch.cat([result["logits"] for result in results]), want["logits"], **close)
+    torch.testing.assert_close(sum(result["loss"] for result in results), want["loss"], **close)
+    for result in results:
+        for key in ("grads", "norm", "weights", "loads"):
+            torch.testing.assert_close(result[key], want[key], **close)
+
+
+def everything(model: CausalLM, optimizer: Optimizer) -> dict[str, torch.Tensor]:
+    """Parameters, buffers and state, whole."""
+    parameters = dict(model.named_parameters())
+    of = {name: held(parameters[name.rpartition(".")[0]]) for name in optimizer.named_state()}
+    state = {name: hf.whole(value, of[name]) for name, value in optimizer.named_state().items() if value.ndim}
+    return state | {name: hf.whole(tensor) for name, tensor in hf.named_tensors(model)}
+
+
+def saved_and_loaded(folder: str, ep: int) -> bool:
+    """Steps on 2 ranks with experts dealt, saves, and loads where they are dealt otherwise."""
+    path = Path(folder) / "step_00000001"
+    model, optimizer = built(QWEN, ep)
+    ids = data(dist.get_rank(), dist.get_world_size())
+    (model(ids[:, :-1], ids[:, 1:]) / (5 * TOKENS)).backward()
+    optimizer.step()
+    checkpoint.save(path, model=model, optimizer=optimizer, extra={}, keep=1)
+    other, its = built(QWEN, 3 - ep)
+    checkpoint.load(path, model=other, optimizer=its)
+    before, after = everything(model, optimizer), everything(other, its)
+    return before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+def test_a_checkpoint_does_not_depend_on_how_experts_are_dealt(ep: int, tmp_path: Path, pool: Any) -> None:
+    assert all(pool(2).run(saved_and_loaded, str(tmp_path), ep))

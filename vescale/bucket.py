@@ -1,0 +1,266 @@
+"""Bucket: runs of one rule that travel together, and where each is in the step.
+
+::
+
+    prepare    element-wise on each run; payloads of cut granules leave
+    compute    kept blocks first, then what arrived; their directions leave, and new block state waits
+    apply      directions that came back; element-wise on each run; block state is written
+
+Blocks of b x b lie interleaved in a matrix, so each is copied out and its direction back; where a block is all of its
+granule (a matrix, an expert, a head) it is a view. On the CPU each block is computed by itself, since libraries choose
+kernels, hence bits, by the size of a batch; elsewhere equal blocks are one batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from vescale.exchange import Crossing, Exchange
+from vescale.owners import Key, window_shape
+from vescale.rule import rule_for
+from vescale.run import Run
+
+# Payload bytes of one all-to-all: large enough that its latency does not show, small enough that a few in flight are no
+# memory to speak of.
+BUCKET_BYTES = 64 * 2**20
+
+
+class Job(NamedTuple):
+    """One block to compute here.
+
+    Args:
+        run: Index of its run in the bucket.
+        member: Index of its parameter in the run.
+        block: Of the block in the parameter.
+        start: First element of its granule in the tensor it is read from.
+        box: Shape of the granule.
+        window: The block in it.
+        lead: Dims of one before them.
+    """
+
+    run: int
+    member: int
+    block: int
+    start: int
+    box: tuple[int, ...]
+    window: tuple[slice, ...]
+    lead: int
+
+    def view(self, flat: torch.Tensor) -> torch.Tensor:
+        """The block as a view of the tensor that holds its granule."""
+        return flat[self.start : self.start + math.prod(self.box)].view(self.box)[self.window]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the block, as long as the parameter's."""
+        return (1,) * self.lead + window_shape(self.window)
+
+
+class Write(NamedTuple):
+    """Block state that waits for the step to succeed."""
+
+    row: torch.Tensor
+    value: torch.Tensor
+
+
+class Bucket:
+    """Runs of one rule that travel together, and where each is in the step."""
+
+    def __init__(self, runs: Sequence[Run], owners: Mapping[Key, int]) -> None:
+        self.runs, self.group, self.rule = list(runs), runs[0].group, runs[0].rule
+        self.has_blocks = hasattr(self.rule, "block")
+        self.has_state = hasattr(self.rule, "block_state")
+        self.kept: list[Job] = []
+        self.arriving: dict[int, list[Job]] = {}  # of each crossing owned here
+        cut: list[Crossing] = []
+        if self.has_blocks:
+            self.kept = [job for at, run in enumerate(runs) for job in _kept(at, run)]
+            cut = [crossing for at, run in enumerate(runs) for crossing in _crossings(at, run, owners)]
+        first, group = runs[0], runs[0].process_group
+        self.exchange = Exchange(cut, first.rank, first.num_ranks, group) if cut and group else None
+        if self.exchange:
+            for i in self.exchange.mine:
+                self.arriving[i] = _jobs(cut[i].run, runs[cut[i].run], cut[i].member, cut[i].granule, 0)
+        self.payloads: list[tuple[torch.Tensor, ...]] = []
+        self.directions: list[torch.Tensor] = []
+        self.writes: list[Write] = []
+        self.before: list[tuple[torch.Tensor, torch.Tensor]] = []  # element state, and what it was
+
+    def prepare(self, rule: Any, skip: torch.Tensor | None) -> None:
+        """Runs the rule's element-wise part and sends the payloads of cut blocks on their way."""
+        self.payloads = []
+        for run in self.runs:
+            if self.has_blocks:  # so that an exception in a block can be taken back
+                self.before += [(value, value.clone()) for value in run.state.values()]
+            of = rule_for(rule, tuple(run.params[0].shape))
+            payloads = of.prepare(run.param(), run.grad(), _state(run), skip=skip)
+            if skip is not None and self.has_state:  # eigh and qr of NaN raise, and what comes of it is not written
+                payloads = tuple(torch.where(skip > 0, torch.zeros_like(flat), flat) for flat in payloads)
+            self.payloads.append(payloads)
+        if self.exchange:
+            self.exchange.send(
+                [[(run.start, flat) for flat in flats] for run, flats in zip(self.runs, self.payloads, strict=True)]
+            )
+
+    def compute(self, rule: Any) -> None:
+        """Computes the kept blocks, then the cut ones that have arrived here, and sends their directions back."""
+        if not self.has_blocks:
+            return
+        self.directions = [torch.empty_like(flats[0]) for flats in self.payloads]
+        for jobs in self._batches(self.kept):
+            at = jobs[0].run
+            self._compute(rule, jobs, self.payloads[at], self.directions[at])
+        if self.exchange:
+            for crossing, flats, direction in self.exchange.arrived():
+                for jobs in self._batches(self.arriving[crossing]):
+                    self._compute(rule, jobs, flats, direction)
+            self.exchange.reply()
+        self.payloads = []
+
+    def apply(self, rule: Any, skip: torch.Tensor | None) -> None:
+        """Steps the parameters along the directions and writes block state."""
+        if self.exchange:
+            self.exchange.collect([(run.start, flat) for run, flat in zip(self.runs, self.directions, strict=True)])
+        for row, value in self.writes:
+            row.copy_(value if skip is None else torch.where(skip > 0, row, value))
+        for run, direction in zip(self.runs, self.directions, strict=False):
+            _zero_gaps(run, direction)
+            rule.apply(run.param(), direction, _state(run), skip=skip)
+        for run in self.runs:
+            run.advance(skip)
+        self.directions, self.writes, self.before = [], [], []
+
+    def undo(self) -> None:
+        """Takes back what ``prepare`` wrote, after an exception."""
+        for value, before in self.before:
+            value.copy_(before)
+        self.payloads, self.directions, self.writes, self.before = [], [], [], []
+
+    # --- blocks ---
+
+    def _batches(self, jobs: Sequence[Job]) -> Iterable[list[Job]]:
+        """Blocks of one run and shape that do the same; on the CPU each alone."""
+        if self.runs[0].steps.device.type == "cpu":
+            return [[job] for job in jobs]
+        found: dict[Any, list[Job]] = {}
+        for job in jobs:
+            found.setdefault((job.run, job.shape, self._due(job)), []).append(job)
+        return found.values()
+
+    def _due(self, job: Job) -> str | None:
+        """Whether it is this block's turn to refresh what it keeps: "first", "again" or None."""
+        if not self.has_state:
+            return None
+        begun = int(self.runs[job.run].begun[job.member])  # on the CPU: no device is read
+        if begun == 0:
+            return "first"
+        return "again" if (begun + job.block) % getattr(self.rule, "refresh", 1) == 0 else None
+
+    def _compute(self, rule: Any, jobs: Sequence[Job], flats: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        """Computes blocks of equal shape: directions into ``out``, new block state into ``writes``."""
+        run, shape = self.runs[jobs[0].run], jobs[0].shape
+        payloads = tuple(_gather([job.view(flat) for job in jobs], shape) for flat in flats)
+        try:
+            direction = self._call(rule, run, jobs, payloads)
+        except Exception as problem:
+            names = ", ".join(dict.fromkeys(run.names[job.member] for job in jobs))
+            blocks = f"block {jobs[0].block}" if len(jobs) == 1 else f"{len(jobs)} blocks"
+            raise RuntimeError(
+                f"{names}: {type(rule).__name__}.block failed on {blocks} {shape}: {problem}"
+            ) from problem
+        for job, part in zip(jobs, direction, strict=True):
+            target = job.view(out)
+            target.copy_(part.view(target.shape))
+
+    def _call(self, rule: Any, run: Run, jobs: Sequence[Job], payloads: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        if not self.has_state:
+            return rule.block(payloads, {})
+        firsts = rule.block_state(jobs[0].shape)
+        rows = {
+            name: [run.blocks[job.member].row(name, job.block, first.shape) for job in jobs]
+            for name, first in firsts.items()
+        }
+        state = {name: _gather(of, of[0].shape) for name, of in rows.items()}
+        state["step"] = run.steps[0]
+        direction, changed = rule.block(payloads, state, refresh=self._due(jobs[0]))
+        for name, values in changed.items():
+            self.writes += [Write(row, value) for row, value in zip(rows[name], values, strict=True)]
+        return direction
+
+
+def _gather(views: Sequence[torch.Tensor], shape: Sequence[int]) -> torch.Tensor:
+    """The views one after another, (B, *shape), contiguous; a view itself where there is one and it is."""
+    if len(views) == 1:
+        return views[0].contiguous().view(1, *shape)
+    return torch.stack([view.reshape(tuple(shape)) for view in views])
+
+
+def _state(run: Run) -> dict[str, torch.Tensor]:
+    return {**run.state, "step": run.steps[0]}
+
+
+def _zero_gaps(run: Run, direction: torch.Tensor) -> None:
+    """Padding between parameters takes no step: it stays zero in the master shard."""
+    ends = [offset + param.numel() for offset, param in zip(run.offsets, run.params, strict=True)]
+    for start, stop in zip(ends, [*run.offsets[1:], run.stop], strict=True):
+        low, high = max(start, run.start) - run.start, min(stop, run.stop) - run.start
+        if high > low:
+            direction[low:high].zero_()
+
+
+def pack(runs: Sequence[Run], owners: Mapping[Key, int]) -> list[Bucket]:
+    """Packs runs of one rule and one mesh, in order, until their payload reaches BUCKET_BYTES.
+
+    Rules with blocks come first: if one of their blocks raises, nothing else was stepped.
+    """
+    packed: list[list[Run]] = []
+    size = 0
+    for run in sorted(runs, key=lambda run: not hasattr(run.rule, "block")):
+        same = (
+            packed
+            and packed[-1][0].group == run.group
+            and type(packed[-1][0].rule) is type(run.rule)
+            and packed[-1][0].process_group is run.process_group
+            and run.home is not None
+        )
+        itemsize = getattr(run.rule, "wire_dtype", torch.float32).itemsize
+        if not same or size + run.shard_size * itemsize > BUCKET_BYTES:
+            packed.append([])
+            size = 0
+        packed[-1].append(run)
+        size += run.shard_size * itemsize
+    return [Bucket(bucket, owners) for bucket in packed]
+
+
+def _jobs(at: int, run: Run, index: int, granule: int, start: int) -> list[Job]:
+    """The blocks of one granule that begins at element ``start`` of where it will be read."""
+    lattice = run.lattice(index)
+    box, first = lattice.box(granule), granule * lattice.blocks_per_granule
+    lead = len(lattice.block) - len(box)
+    return [Job(at, index, first + i, start, box, window, lead) for i, window in enumerate(lattice.windows(granule))]
+
+
+def _kept(at: int, run: Run) -> list[Job]:
+    """The blocks of the granules that lie whole in a run on this rank."""
+    jobs = []
+    for index, param in enumerate(run.params):
+        lattice, offset = run.lattice(index), run.offsets[index]
+        low, high = (min(max(edge - offset, 0), param.numel()) for edge in (run.start, run.stop))
+        for granule in lattice.cut(low, high).whole if high > low else ():
+            jobs += _jobs(at, run, index, granule, lattice.granule(granule)[0] + offset - run.start)
+    return jobs
+
+
+def _crossings(at: int, run: Run, owners: Mapping[Key, int]) -> list[Crossing]:
+    """The granules of a run that rank edges cut, on every rank, with their owners."""
+    found = []
+    for index, (name, offset) in enumerate(zip(run.names, run.offsets, strict=True)):
+        lattice = run.lattice(index)
+        for granule in run.boundary(index):
+            start, stop = (offset + edge for edge in lattice.granule(granule))
+            found.append(Crossing(at, index, granule, start, stop, run.shard_size, owners[name, granule]))
+    return found
