@@ -199,7 +199,9 @@ def _compared(path: Path, state: Mapping[str, torch.Tensor]) -> Any:
     """Returns the checkpoint's metadata if it holds exactly the tensors of ``state``, and random states."""
     metadata = dcp.FileSystemReader(path).read_metadata()
     stored: dict[str, Any] = metadata.state_dict_metadata
-    there = {name: of for name, of in stored.items() if not name.startswith(RANDOM)}
+    dealt = {_without_part(name) for name in state if "@" in name}  # of these the other parts are other ranks'
+    others = {name for name in stored if "@" in name and name not in state and _without_part(name) in dealt}
+    there = {name: of for name, of in stored.items() if not name.startswith(RANDOM) and name not in others}
     missing, surplus = sorted(state.keys() - there.keys()), sorted(there.keys() - state.keys())
     shapes = [
         f"{name} has shape {tuple(there[name].size)}, expected {tuple(state[name].shape)}"
@@ -210,6 +212,12 @@ def _compared(path: Path, state: Mapping[str, torch.Tensor]) -> Any:
     if problems:
         raise ValueError(f"checkpoint {path} is of another model or optimizer: it {'; '.join(problems)}")
     return metadata
+
+
+def _without_part(name: str) -> tuple[str, str]:
+    """Returns what the parts of dealt experts have in common: ``a@1/4`` is (``a``, ``4``)."""
+    begin, _, part = name.rpartition("@")
+    return begin, part.partition("/")[2]
 
 
 def _few(names: list[str]) -> str:
