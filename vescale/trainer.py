@@ -339,6 +339,7 @@ class Trainer:
         """Opens the metrics after what the checkpoint at ``path`` knows of, and says what begins."""
         self.run_dir.mkdir(parents=True, exist_ok=True)
         checkpoint.write_json(self.run_dir / "config.json", self.settings)
+        checkpoint.write_json(self.run_dir / "plan.json", record.drawing(self.model))
         first = self.step + 1 if path is not None else 0
         world, identity = dist.get_world_size(), extra.get("tracking_id")
         self.facts = record.facts(self.settings, data=self.data.describe(), world=world, device=self.device)
