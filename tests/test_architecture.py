@@ -37,7 +37,7 @@ LEVELS = (
         "optimizer",
         "grad_norm",
     },
-    {"rows", "mesh", "checkpoint", "data", "resolve", "tracking", "watchdog", "stop", "profile", "garbage"},
+    {"rows", "mesh", "checkpoint", "data", "resolve", "tracking", "watchdog", "stop", "profile", "garbage", "memory"},
     {"saver", "record", "deterministic", "health", "journal", "job"},
     {"trainer"},
     {"train", "report", "torchrun"},

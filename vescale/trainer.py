@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from vescale import checkpoint, deterministic, record
+from vescale import checkpoint, deterministic, memory, record
 from vescale.collectives import same_on_every_rank
 from vescale.commit import preview
 from vescale.data import Batch, Prefetch, Samples, num_labels
@@ -93,6 +93,7 @@ class Trainer:
         """
         self.check_ranks(world)
         self.device = pick_device(self.config.device)
+        self.needed = memory.check(self.model.named_parameters(), self.rules, ranks=world, device=self.device)
         self._check_folder()
         self.data = self.data_config.open()
         self._check_data()
@@ -163,7 +164,7 @@ class Trainer:
                 while self.step < self.config.steps:
                     asked, agreed = self._ask()
                     self.profile.begin(self.step + 1)
-                    loss, norm = self.train_step()
+                    loss, norm = self._step_or_say_why()
                     self.step += 1
                     self._look(loss, norm)
                     self.profile.end(self.step, self._say)
@@ -172,6 +173,13 @@ class Trainer:
                     agreed.wait()
                     self._heed(asked)
             return self._finish()
+
+    def _step_or_say_why(self) -> tuple[Tensor, Tensor]:
+        try:
+            return self.train_step()
+        except (torch.OutOfMemoryError, MemoryError) as problem:
+            line = memory.exhausted(problem, needed=self.needed, device=self.device)
+            raise Stopped(line) from problem
 
     def train_step(self) -> tuple[Tensor, Tensor]:
         """Takes one optimizer step, or leaves it out where the loss or the gradient is not finite.

@@ -274,6 +274,7 @@ def test_every_wrong_value_is_named_at_once() -> None:
         (["model.vocab_size=100"], "model.vocab_size=100, but the data have 320 ids"),
         (["data.seq_len=2048"], "data.seq_len=2048 exceeds model.max_position_embeddings=1024"),
         (["parallelism.dp_shard=3"], "parallelism.dp_shard=3 does not divide 2 ranks"),
+        (["recipe=llama70b_muon", "trainer.device=cpu"], "at least [0-9.,]+ GiB on each of 2 ranks for weights, grad"),
         (["trainer.device=tpu"], "trainer.device: expected auto, cpu or cuda, got 'tpu'"),
     ],
 )
