@@ -12,10 +12,8 @@ from torch import Tensor
 
 from optimizers.adamw import AdamW
 from optimizers.fields import check, is_count, is_rate, within
-from optimizers.quantize import BLOCK, dequantize, quantize
-
-# torchao's and bitsandbytes' scales are never below this (torchao/optim/quant_utils.py, scale_tensor).
-LEAST_SCALE = 1e-12
+from optimizers.kernels.adam8bit import Moments, adam8bit_
+from optimizers.quantize import BLOCK
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,44 +98,17 @@ class Adam8bit:
                 completed before this one.
             skip: None, or () float32: 1.0 writes nothing.
         """
-        whole = param.numel() // BLOCK * BLOCK
-        if whole:
-            self._step(param[:whole], grad[:whole], _part(state, 0, whole), skip)
-        if whole < param.numel():  # the tensor's last block, filled up with zeros: those stay zero and change nothing
-            padded, room = _part(state, whole, param.numel()), BLOCK - (param.numel() - whole)
-            values = [torch.nn.functional.pad(t[whole:], (0, room)) for t in (param, grad)]
-            codes = {name: torch.nn.functional.pad(padded[name], (0, room)) for name in self.element_state()}
-            self._step(values[0], values[1], {**padded, **codes}, skip)
-            param[whole:].copy_(values[0][:-room])
-            for name, value in codes.items():
-                padded[name].copy_(value[:-room])
+        moments = Moments(*(state[name] for name in Moments._fields))
+        adam8bit_(
+            param,
+            grad,
+            moments,
+            state["step"],
+            lr=self.lr,
+            betas=self.betas,
+            eps=self.eps,
+            weight_decay=self.weight_decay,
+            compat=self.compat,
+            skip=skip,
+        )
         return ()
-
-    def _step(self, param: Tensor, grad: Tensor, state: Mapping[str, Tensor], skip: Tensor | None) -> None:
-        """Steps whole blocks."""
-        beta1, beta2 = self.betas
-        bnb = self.compat == "bnb"
-        m = dequantize(state["exp_avg"], state["exp_avg_scale"], signed=True).lerp_(grad, 1 - beta1)
-        v = dequantize(state["exp_avg_sq"], state["exp_avg_sq_scale"], signed=False)
-        v = (v if bnb else v.square_()).lerp_(grad.square(), 1 - beta2)
-        step = state["step"] + 1
-        root = v.sqrt()
-        divisor = (root / (1 - beta2**step).sqrt()).add_(self.eps)
-        moved = param * (1 - self.lr * self.weight_decay)
-        moved -= (m / divisor).mul_(self.lr / (1 - beta1**step))
-        least = LEAST_SCALE if bnb else 0.0
-        exp_avg = quantize(m, signed=True, signed_scale=not bnb, least=least)
-        exp_avg_sq = quantize(v if bnb else root, signed=False, floor=not bnb, least=least)
-        for target, value in zip(
-            (param, *(state[name] for name in ("exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale"))),
-            (moved, *exp_avg, *exp_avg_sq),
-            strict=True,
-        ):
-            target.copy_(value if skip is None else torch.where(skip > 0, target, value))
-
-
-def _part(state: Mapping[str, Tensor], start: int, stop: int) -> dict[str, Tensor]:
-    """The state of elements [start, stop) of a run."""
-    scales = slice(start // BLOCK, -(-stop // BLOCK))
-    cut = {"exp_avg": slice(start, stop), "exp_avg_sq": slice(start, stop)}
-    return {name: value[cut.get(name, scales)] if value.ndim else value for name, value in state.items()}

@@ -9,9 +9,9 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 
 from optimizers.fields import check, is_rate, within
+from optimizers.kernels.adamw import adamw_
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,23 +73,16 @@ class AdamW:
                 this one, left as it is.
             skip: None, or () float32: 1.0 writes nothing.
         """
-        beta1, beta2 = self.betas
-        adamw(
-            [param],
-            [grad],
-            [state["exp_avg"]],
-            [state["exp_avg_sq"]],
-            [],
-            # torch counts the step in the tensor it is given; the counter is the caller's.
-            [state["step"].clone()],
-            fused=True,
-            found_inf=skip,
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
+        adamw_(
+            param,
+            grad,
+            state["exp_avg"],
+            state["exp_avg_sq"],
+            state["step"],
             lr=self.lr,
-            weight_decay=self.weight_decay,
+            betas=self.betas,
             eps=self.eps,
-            maximize=False,
+            weight_decay=self.weight_decay,
+            skip=skip,
         )
         return ()

@@ -19,6 +19,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from optimizers.kernels.gram import gram, polynomial
+from optimizers.kernels.shifted_product import shifted_product
+
 Row = tuple[float, float, float]
 
 _SIMPLE: Row = (3.4445, -4.7750, 2.0315)
@@ -68,7 +71,8 @@ def newton_schulz(
         x: (m, n) or (B, m, n) of any float dtype, never written. The matrices of a batch do not mix, but the product
             kernel, hence the last bits, may depend on B.
         coefficients: A key of ``COEFFICIENTS``, or the rows (a, b, c) themselves, one per step.
-        dtype: Every product is rounded to it. float32 products follow ``torch.get_float32_matmul_precision()``.
+        dtype: Every product is rounded to it. float32 products of a CPU follow
+            ``torch.get_float32_matmul_precision()``; those of a GPU are never TF32.
         eps: A matrix whose largest element is below this counts as noise and fades to zero, in units of ``x``.
         gain: Factor of the result. It is folded into the last row: no further pass, no further rounding.
 
@@ -84,7 +88,7 @@ def newton_schulz(
     # and 25 times faster than torch's 16-bit product on a processor without instructions for it (512 x 1408, AVX2).
     wide = torch.promote_types(dtype, torch.float32) if x.device.type == "cpu" else dtype
     tall = x.size(-2) > x.size(-1)
-    y = _normalize(x.mT if tall else x, eps).to(dtype).to(wide)
+    y = normalized(x.mT if tall else x, eps).to(dtype).to(wide)
     for row in (*rows, (gain * a, gain * b, gain * c)):
         y = _step(y, row, dtype)
     return (y.mT if tall else y).to(dtype).contiguous()
@@ -99,7 +103,7 @@ def _rows(coefficients: str | Sequence[Row]) -> Sequence[Row]:
     return COEFFICIENTS[coefficients]
 
 
-def _normalize(x: Tensor, eps: float) -> Tensor:
+def normalized(x: Tensor, eps: float) -> Tensor:
     """Returns a contiguous copy of ``x`` with Frobenius norm one, in float32 or wider."""
     wide = torch.promote_types(x.dtype, torch.float32)
     y = x.to(wide, memory_format=torch.contiguous_format, copy=True)
@@ -113,12 +117,5 @@ def _normalize(x: Tensor, eps: float) -> Tensor:
 def _step(x: Tensor, row: Row, dtype: torch.dtype) -> Tensor:
     """Returns ``a x + (b A + c A^2) x`` with ``A = x x^T``: three products, each with its sum rounded once."""
     a, b, c = row
-    addmm = torch.addmm if x.ndim == 2 else torch.baddbmm
-    gram = _round(x @ x.mT, dtype)
-    polynomial = _round(addmm(gram, gram, gram, beta=b, alpha=c), dtype)
-    return _round(addmm(x, polynomial, x, beta=a), dtype)
-
-
-def _round(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns ``x`` rounded to the numbers of ``dtype``, its own dtype kept; ``x`` itself where they are the same."""
-    return x.to(dtype).to(x.dtype)
+    inner = polynomial(gram(x, dtype=dtype), linear=b, square=c, dtype=dtype)
+    return shifted_product(inner, x, shift=a, dtype=dtype)

@@ -13,7 +13,7 @@ from torch import Tensor
 from optimizers.descent import descend
 from optimizers.fields import check, is_count, is_rate, within
 from optimizers.kronecker import average, correction, kronecker_block, size_of
-from optimizers.matrix_root import inverse_root
+from optimizers.matrix_root import ROOTS, inverse_root
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +28,8 @@ class Shampoo:
         D <- D |a| / |D|     with a = mhat / (sqrt(vhat) + eps)      with graft="adam"
         W <- W (1 - lr weight_decay) - lr D
 
-    Blocks follow the parameter, never a rank's part of it. A root that fails (in float32 by coupled Newton, then in
-    float64 by eigenvalues) is counted in ``failures`` and the last one is kept.
+    Blocks follow the parameter, never a rank's part of it. A root that fails (in float32, then in float64 by
+    eigenvalues) is counted in ``failures`` and the last one is kept.
 
     Args:
         lr: Learning rate, parameter units per step; a number, or a 0-d float32 tensor on the parameter's device.
@@ -41,6 +41,7 @@ class Shampoo:
         refresh: Steps between two computations of a root.
         damping: Added to the statistics' diagonals, as a fraction of their largest eigenvalue.
         graft: "adam", or "none": D as it is.
+        root: How roots are computed, a key of ``matrix_root.ROOTS``: "newton" or "eigen".
         wire_dtype: Gradient and direction of every block are rounded to it. bfloat16 or float32.
 
     Raises:
@@ -59,6 +60,7 @@ class Shampoo:
     # Below 1e-6 of the largest eigenvalue lies float32's noise: the root's error is then of order one.
     damping: float = 1e-6
     graft: str = "adam"
+    root: str = "newton"
     wire_dtype: torch.dtype = torch.float32
 
     finest: ClassVar[int] = 1
@@ -74,6 +76,7 @@ class Shampoo:
             block_size=(is_count(self.block_size, 1), "an integer >= 1"),
             refresh=(is_count(self.refresh, 1), "an integer >= 1"),
             damping=(within(self.damping, math.ulp(0.0), 1), "a number in (0, 1)"),
+            root=(self.root in ROOTS, "newton or eigen"),
             graft=(self.graft in ("adam", "none"), "adam or none"),
             wire_dtype=(self.wire_dtype in (torch.bfloat16, torch.float32), "torch.bfloat16 or torch.float32"),
         )
@@ -147,7 +150,7 @@ class Shampoo:
         """New roots, the last ones where they fail, and how many have failed."""
         new, failures = {}, state["failures"]
         for name, factor in (("left_root", left), ("right_root", right)):
-            root, good = inverse_root(factor, 4, damping=self.damping)
+            root, good = inverse_root(factor, 4, damping=self.damping, method=self.root)
             new[name] = torch.where(good[:, None, None], root, state[name])
             failures = failures + (~good).to(failures.dtype)
         return {**new, "failures": failures}

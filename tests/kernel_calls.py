@@ -14,6 +14,7 @@ from torch import Tensor
 from optimizers.kernels.adam8bit import BLOCK, Moments, adam8bit_triton
 from optimizers.kernels.adamw import adamw_triton
 from optimizers.kernels.gram import gram_triton, polynomial_triton
+from optimizers.kernels.grouped_newton_schulz import Matrix, grouped_newton_schulz_triton
 from optimizers.kernels.momentum import momentum_triton
 from optimizers.kernels.shifted_product import shifted_product_triton
 from vescale.kernels.accumulate import accumulate_triton, num_sums
@@ -59,6 +60,15 @@ def calls(device: str, elements: int = ELEMENTS) -> dict[str, Callable[[], Call]
         moved = p.nbytes + 2 * x.nbytes
         return Call(lambda: shifted_product_triton(p, x, shift=2.8), moved, 2 * ROWS**2 * COLS, dtype)
 
+    def grouped() -> Call:
+        shapes = SMALL * 16
+        sizes = [rows * cols for rows, cols in shapes]
+        matrices = tuple(Matrix(sum(sizes[:i]), *shape) for i, shape in enumerate(shapes))
+        x, out = matrix(sum(sizes)), flat(torch.bfloat16, sum(sizes))
+        options = {"coefficients": "quintic", "dtype": torch.bfloat16, "eps": 1e-30}
+        flops = 5 * sum(2 * min(shape) ** 2 * (2 * max(shape) + min(shape)) for shape in shapes)
+        return Call(lambda: grouped_newton_schulz_triton(x, out, matrices, **options), 2 * x.nbytes, flops)
+
     def momentum() -> Call:
         m, g, out, skip = flat(), flat(), flat(torch.bfloat16), number(0.0)
         return Call(lambda: momentum_triton(m, g, out, decay=0.95, nesterov=True, skip=skip), 14 * elements)
@@ -75,7 +85,7 @@ def calls(device: str, elements: int = ELEMENTS) -> dict[str, Callable[[], Call]
         codes, scales = flat(torch.uint8), flat(n=-(-elements // BLOCK))
         moments = Moments(codes, scales, codes.clone(), scales.clone())
         step, lr, skip = number(3.0), number(1e-3), number(0.0)
-        options = {"spans": spans, "format": form, "skip": skip, "low": low}
+        options = {"spans": spans, "compat": form, "skip": skip, "low": low}
         return Call(lambda: adam8bit_triton(p, g, moments, step, lr=lr, **numbers, **options), 18 * elements)
 
     def accumulate() -> Call:
@@ -117,9 +127,10 @@ def calls(device: str, elements: int = ELEMENTS) -> dict[str, Callable[[], Call]
         "polynomial, bf16": lambda: polynomial(bf16),
         "shifted product, bf16": lambda: product(bf16),
         "shifted product, fp32": lambda: product(fp32),
+        "grouped Newton-Schulz, 64 matrices": grouped,
         "momentum, to bf16": momentum,
         "AdamW, with bf16 copy": adamw,
-        "Adam8bit q8, with bf16 copy": lambda: adam8bit("q8"),
+        "Adam8bit, with bf16 copy": lambda: adam8bit("none"),
         "Adam8bit bnb, with bf16 copy": lambda: adam8bit("bnb"),
         "accumulate bf16, with norm": accumulate,
         "pieces: pack bf16": pack,

@@ -1,7 +1,8 @@
-"""Every kernel becomes machine code for one GPU (the bench has four), without spilling, with offsets of 64 bits."""
+"""Every kernel becomes machine code for one GPU (the bench has four): no spills, offsets of 64 bits, wide loads."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -21,9 +22,13 @@ def cache(tmp_path_factory) -> Iterator[None]:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_every_kernel_compiles(name: str, cache: None) -> None:
-    found = launches(CALLS[name]().run)
+    found = {launch.source.hash(): launch for launch in launches(CALLS[name]().run)}
     assert found
-    for launch in found:
+    for launch in found.values():
         compiled = launch.compile("sm_90")
         assert resources(compiled).spilled == 0
         assert not narrow_offsets(compiled)
+        narrow = re.findall(r"(?:ld|st)\.global\S*\.b(?:8|16) ", compiled.asm["ptx"])
+        assert not narrow or name.startswith("grouped"), "elements are loaded and stored one by one"
+        if name in ("gram, bf16", "polynomial, bf16", "shifted product, bf16"):
+            assert "wgmma.mma_async" in compiled.asm["ptx"]  # tensor cores

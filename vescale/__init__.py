@@ -9,11 +9,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from vescale.backward_step import step_in_backward as step_in_backward
     from vescale.block import Block as Block
+    from vescale.counting import Counters as Counters
+    from vescale.counting import counters as counters
     from vescale.dbuffer import DBuffer as DBuffer
     from vescale.fsdp import fully_shard as fully_shard
     from vescale.fsdp import register_fsdp_forward_method as register_fsdp_forward_method
     from vescale.fsdp_module import FSDPModule as FSDPModule
+    from vescale.fsdp_module import UnshardHandle as UnshardHandle
     from vescale.full_state import full_state_dict as full_state_dict
     from vescale.full_state import iter_full_state as iter_full_state
     from vescale.full_state import load_full as load_full
@@ -28,8 +32,9 @@ if TYPE_CHECKING:
     from vescale.rule import Rules as Rules
 
 _HOME = {
-    "Block": "block", "DBuffer": "dbuffer", "FSDPModule": "fsdp_module", "fully_shard": "fsdp",
-    "register_fsdp_forward_method": "fsdp",
+    "Block": "block", "Counters": "counting", "counters": "counting",
+    "DBuffer": "dbuffer", "step_in_backward": "backward_step", "FSDPModule": "fsdp_module",
+    "UnshardHandle": "fsdp_module", "fully_shard": "fsdp", "register_fsdp_forward_method": "fsdp",
     "full_state_dict": "full_state", "iter_full_state": "full_state", "load_full": "full_state",
     "materialize": "meta_init",
     "clip_grad_norm_": "grad_norm", "Optimizer": "optimizer", "RaggedShard": "placement",
@@ -39,8 +44,19 @@ _HOME = {
 
 __all__ = list(_HOME)
 
+# Names of torch.distributed.fsdp that people will look for here.
+_ELSEWHERE = {
+    "share_comm_ctx": "nothing to share: every model of a process uses the same streams already; drop the call",
+    "DataParallelMeshDims": 'pass the axes as mesh=mesh["name"] or mesh=mesh["replicate", "shard"]',
+    "MixedPrecisionPolicy": "use torch.distributed.fsdp's",
+    "OffloadPolicy": "use torch.distributed.fsdp's",
+    "CPUOffloadPolicy": "use torch.distributed.fsdp's",
+    "FullyShardedDataParallel": "FSDP1: call fully_shard on each layer, then on the model",
+}
+
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        raise AttributeError(f"module 'vescale' has no attribute {name!r}")
+        why = f": {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
+        raise AttributeError(f"module 'vescale' has no attribute {name!r}{why}")
     return getattr(import_module(f"vescale.{_HOME[name]}"), name)

@@ -11,8 +11,7 @@
       step_00000200.partial/  being written, or left by a run that was killed: never read, removed by the next run
 
 The names in it are the parameters' plain names: ``model.<name>`` and ``optimizer.<name>.<state>``. They do not depend
-on the number of ranks, on units or on plans. Where experts are dealt over ranks each part is a tensor of its own, whose
-name ends with ``@<part>/<parts>``: those are read with as many parts. ``vescale/saver.py`` writes them.
+on the number of ranks, on units or on plans. ``vescale/saver.py`` writes them.
 """
 
 from __future__ import annotations
@@ -199,9 +198,7 @@ def _compared(path: Path, state: Mapping[str, torch.Tensor]) -> Any:
     """Returns the checkpoint's metadata if it holds exactly the tensors of ``state``, and random states."""
     metadata = dcp.FileSystemReader(path).read_metadata()
     stored: dict[str, Any] = metadata.state_dict_metadata
-    dealt = {_without_part(name) for name in state if "@" in name}  # of these the other parts are other ranks'
-    others = {name for name in stored if "@" in name and name not in state and _without_part(name) in dealt}
-    there = {name: of for name, of in stored.items() if not name.startswith(RANDOM) and name not in others}
+    there = {name: of for name, of in stored.items() if not name.startswith(RANDOM)}
     missing, surplus = sorted(state.keys() - there.keys()), sorted(there.keys() - state.keys())
     shapes = [
         f"{name} has shape {tuple(there[name].size)}, expected {tuple(state[name].shape)}"
@@ -212,12 +209,6 @@ def _compared(path: Path, state: Mapping[str, torch.Tensor]) -> Any:
     if problems:
         raise ValueError(f"checkpoint {path} is of another model or optimizer: it {'; '.join(problems)}")
     return metadata
-
-
-def _without_part(name: str) -> tuple[str, str]:
-    """Returns what the parts of dealt experts have in common: ``a@1/4`` is (``a``, ``4``)."""
-    begin, _, part = name.rpartition("@")
-    return begin, part.partition("/")[2]
 
 
 def _few(names: list[str]) -> str:

@@ -14,12 +14,16 @@ several units share goes to their lowest common unit.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedParameter
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from vescale.commit import commit
 from vescale.fsdp_module import FSDPModule
@@ -83,6 +87,7 @@ def fully_shard(
     """
     modules: list[Any] = list(module) if isinstance(module, list | tuple) else [module]
     _check(modules, ignored_params)
+    _check_params(modules, ignored_params or ())
     _check_options(mesh, reshard_after_forward, shard_placement_fn, offload_policy, dp_mesh_dims, max_padding, zero)
     if capacity is not None and Ranks.of(len(capacity), capacity).capacity:
         raise NotImplementedError(
@@ -153,6 +158,25 @@ def _check(modules: Sequence[Any], ignored_params: Any) -> None:
         raise ValueError("fully_shard: " + "; ".join(problems))
 
 
+def _check_params(modules: Sequence[nn.Module], ignored: Iterable[nn.Parameter]) -> None:
+    """Refuses parameters that are no plain dense tensors."""
+    missing, skip = [], frozenset(ignored)
+    for module in modules:
+        for name, param in module.named_parameters():
+            if home_of(param) is not None or param in skip:
+                continue
+            if isinstance(param, UninitializedParameter):
+                raise ValueError(f"fully_shard: {name} has no shape yet; run the lazy module once first")
+            if isinstance(param, DTensor):
+                missing.append(f"{name}, a DTensor {param.placements} (tensor parallel)")
+            elif hasattr(param, "fsdp_pre_all_gather"):
+                missing.append(f"{name}, a {type(param).__name__} with fsdp_pre_all_gather")
+            elif is_traceable_wrapper_subclass(param) or param.layout is not torch.strided:
+                missing.append(f"{name}, a {type(param).__name__} of layout {param.layout}")
+    if missing:
+        raise NotImplementedError("fully_shard cannot yet shard " + "; ".join(missing[:4]) + "; or ignored_params it")
+
+
 def _check_options(
     mesh: Any, reshard: Any, placement_fn: Any, offload: Any, dims: Any, max_padding: float, zero: int
 ) -> None:
@@ -200,10 +224,22 @@ def _install(module: nn.Module, state: ShardState) -> None:
             below.parent = state
 
 
+def _untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Keeps ``module.compile()`` out of a hook, and ``torch._dynamo``, which takes seconds to import, out of eager."""
+
+    @functools.wraps(hook)
+    def call(*args: Any) -> Any:
+        return torch.compiler.disable(hook)(*args) if torch.compiler.is_compiling() else hook(*args)
+
+    return call
+
+
+@_untraced
 def _pre_forward(state: ShardState, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
     commit(state)
     return state.pre_forward(module, args, kwargs)
 
 
+@_untraced
 def _post_forward(state: ShardState, module: nn.Module, args: Any, output: Any) -> Any:
     return state.post_forward(module, args, output)

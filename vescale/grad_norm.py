@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from vescale import collectives
 from vescale.ragged_tensor import RaggedTensor
@@ -96,16 +97,30 @@ def _by_groups(
     """Local gradients by the groups over which their powers add up: that of their cut, then that of their parts."""
     found: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
     for grad, part in zip(grads, parts, strict=True):
-        cut = (grad.group,) if isinstance(grad, RaggedTensor) else ()
+        cut = grad.groups if isinstance(grad, RaggedTensor) else _shard_groups(grad)
         found.setdefault(cut + ((part.group,) if part is not None else ()), []).append(_local(grad))
     return found
+
+
+def _shard_groups(grad: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
+    """The groups over which a stock DTensor is cut; none for a plain tensor.
+
+    Raises:
+        ValueError: If it is a partial sum, whose norm is not known.
+    """
+    if not isinstance(grad, DTensor):
+        return ()
+    if any(placement.is_partial() for placement in grad.placements):
+        raise ValueError(f"clip_grad_norm_: a gradient is {grad.placements}, a partial sum; redistribute it first")
+    axes = (axis for axis, placement in enumerate(grad.placements) if not placement.is_replicate())
+    return tuple(grad.device_mesh.get_group(axis) for axis in axes)
 
 
 def _power(local: torch.Tensor, p: float) -> torch.Tensor:
     """Sum of |x|**p, or the largest |x|; zero for an empty run."""
     if local.numel() == 0:
         return torch.zeros((), dtype=torch.float32, device=local.device)
-    norm = torch.linalg.vector_norm(local, p, dtype=torch.float32)
+    norm = torch.linalg.vector_norm(local, p, dtype=torch.promote_types(local.dtype, torch.float32)).float()
     return norm if math.isinf(p) else norm**p
 
 
@@ -115,4 +130,4 @@ def _combine(parts: list[torch.Tensor], p: float) -> torch.Tensor:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor if isinstance(tensor, RaggedTensor) else tensor
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

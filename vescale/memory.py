@@ -1,81 +1,303 @@
-"""Memory: what a run needs at least and what this machine has, before anything is allocated; and what to say after.
+"""Memory of one rank through a step: what lives all the time, and what lives at each moment that may be the worst.
 
-The least is what every rank holds between two steps, from the plan's numbers: its share of the masters and their
-gradients, float32, and of the optimizer's state. Activations and gathered units come on top, so a run that is refused
-could not have begun, while one that is let through may still be too large.
+Bytes are of live tensors, in the order in which ``fully_shard`` and ``Optimizer`` make and free them. The moments of a
+step with units root, 0, 1, 2 (F = gathered, G = gradient buffer, both as long as the whole unit)::
+
+    loss          F.root                                       everything saved, a chunk of logits
+    head          F.root F.2            G.root                 everything saved, the head's gradient
+    layer 2       F.root F.2 F.1        G.root G.2             saved of layers 0 to 2, work of layer 2
+    layer 1       F.root F.1 F.0        G.root G.1 G.2         saved of layers 0 and 1, work of layer 1
+    embedding     F.root                G.root G.0             the embedding's gradient
+    step          all gradient shards, payloads and directions of whole blocks
+
+With recomputation "saved" is the stream into each layer, and all of the one layer that is in backward.
 """
 
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Iterable
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
-import torch
-from torch import nn
+from vescale.blueprint import Blueprint, PlannedUnit
+from vescale.bucket import Bucket
 
-from vescale.rule import Rules, rule_for, state_bytes
+MASTER = 4  # bytes of an element of masters and gradients: float32
+STAGES = (0, 1, 2, 3)
+# Bytes per element of a block that a rule holds while it computes one: Newton-Schulz on a wide matrix in bf16 with its
+# float32 norm; measured by `simulate=true`, and never the peak of a model of many layers.
+WORKSPACE = 16
 
-CGROUP = Path("/sys/fs/cgroup/memory.max")
+
+class LayerActivations(Protocol):
+    """What a layer holds, in bytes; ``models.activations.LayerActivations`` is one."""
+
+    stream: int
+    saved: int
+    work: int
 
 
-def least_bytes(named: Iterable[tuple[str, nn.Parameter]], rules: Rules, *, ranks: int) -> int:
-    """Returns the bytes that a rank holds between two steps, at least.
+class Activations(Protocol):
+    """What a micro-batch holds, in bytes; ``models.activations.Activations`` is one."""
+
+    layers: Sequence[Any]
+    recomputed: bool
+    tail: int
+    loss: int
+    loss_kept: int
+
+
+class Moment(NamedTuple):
+    """What lives at one moment of a step, bytes by what it is."""
+
+    name: str
+    parts: dict[str, int]
+
+    @property
+    def nbytes(self) -> int:
+        """All of it."""
+        return sum(self.parts.values())
+
+
+class Dtypes(NamedTuple):
+    """Bytes of an element of what is computed with and gathered, and of what is reduced."""
+
+    param: int
+    reduce: int
+
+
+class Textbook(NamedTuple):
+    """Bytes per rank in the textbook's dtypes, by ZeRO stage."""
+
+    stage0: float
+    stage1: float
+    stage2: float
+    stage3: float
+
+
+def textbook(numel: int, ranks: int) -> Textbook:
+    """Returns Adam's states per rank with bf16 weights and gradients and float32 master and moments.
+
+    16 N; 4 N + 12 N / p; 2 N + 14 N / p; 16 N / p bytes (arXiv 1910.02054, figure 1). 7e9 parameters on 8 cards: 112 GB
+    at stage 0, 14 GB at stage 3.
 
     Args:
-        named: Parameters by name; they may be on the meta device.
-        rules: Their optimizer.
+        numel: Parameters.
         ranks: That share them.
     """
-    params, total = dict(named), 0
-    for group, routes in rules.route(params.items()).routes.items():
-        for route in routes:
-            state = state_bytes(rule_for(rules.groups[group].rule, route.shape), route.shape)
-            total += math.prod(route.shape) * (4 + 4) + state
-    return total // ranks
+    n, p = numel, ranks
+    return Textbook(16 * n, 4 * n + 12 * n / p, 2 * n + 14 * n / p, 16 * n / p)
 
 
-def check(named: Iterable[tuple[str, nn.Parameter]], rules: Rules, *, ranks: int, device: torch.device) -> int:
-    """Returns the bytes that a rank holds at least, unless this machine has less.
+def resident(
+    blueprint: Blueprint, dtypes: Dtypes, *, state: int, stage: int, accumulating: bool = False
+) -> dict[str, int]:
+    """Returns what lives through the whole of a step on one rank, bytes by what it is.
+
+    Stages 1 and 2 keep all parameters gathered in ``dtypes.param``; stages 0 and 1 accumulate gradients unreduced, in
+    ``dtypes.reduce``. A stage below 3 whose compute dtype is the master's at stage 0 has no second copy.
+
+    Args:
+        blueprint: Of the run.
+        dtypes: Of compute and of reduction.
+        state: Bytes of optimizer state on this rank when it is cut over all ranks.
+        stage: ZeRO stage.
+        accumulating: Whether gradient shards are there from an earlier micro-batch.
+    """
+    shard, whole = sum(unit.shard for unit in blueprint.units), sum(unit.whole for unit in blueprint.units)
+    trained = sum(unit.trained for unit in blueprint.units)
+    cut = stage > 0
+    parts = {
+        "parameters": MASTER * (shard if cut else blueprint.numel),
+        "optimizer state": state if cut else state * blueprint.num_ranks,
+    }
+    if stage < 3 and (cut or dtypes.param != MASTER):
+        parts["parameters, gathered"] = dtypes.param * whole
+    if stage < 2:
+        parts["gradients"] = dtypes.reduce * trained
+    elif accumulating:
+        parts["gradients"] = MASTER * sum(unit.trained_shard for unit in blueprint.units)
+    return parts
+
+
+def moments(
+    blueprint: Blueprint,
+    activations: Activations,
+    dtypes: Dtypes,
+    *,
+    state: int,
+    buckets: Sequence[Bucket],
+    stage: int = 3,
+    micro_batches: int = 1,
+    regathers: bool = True,
+    recomputed: bool | None = None,
+) -> Iterator[Moment]:
+    """Yields the moments of a step that may be its worst.
+
+    Args:
+        blueprint: Of the run.
+        activations: Of one micro-batch.
+        dtypes: Of compute and of reduction.
+        state: Bytes of optimizer state on this rank when it is cut over all ranks.
+        buckets: Of this rank's optimizer step.
+        stage: ZeRO stage.
+        micro_batches: In a step; from the second on gradients are there before backward begins.
+        regathers: Whether layers free their parameters after forward.
+        recomputed: Whether layers are computed again in backward; None: as the activations say.
 
     Raises:
-        ValueError: In one line, with both numbers.
+        NotImplementedError: If the activations are of another number of layers than the units.
     """
-    needed, there = least_bytes(named, rules, ranks=ranks), available_bytes(device)
-    if needed > there:
-        raise ValueError(refusal(needed, there, ranks=ranks))
-    return needed
+    layers = blueprint.layers
+    if len(activations.layers) != len(layers):
+        raise NotImplementedError(
+            f"activations of {len(activations.layers)} layers for a model of {len(layers)} units beside the root"
+        )
+    base = resident(blueprint, dtypes, state=state, stage=stage, accumulating=micro_batches > 1)
+    again = activations.recomputed if recomputed is None else recomputed
+    step = _Step(blueprint, activations, dtypes, stage, micro_batches > 1, regathers, again)
+    yield Moment("loss", base | step.loss())
+    yield Moment("backward of the head", base | step.head())
+    for index in reversed(range(len(layers))):
+        yield Moment(f"backward of {layers[index].name}", base | step.layer(index))
+    yield Moment("backward of the embedding", base | step.embedding())
+    grads = resident(blueprint, dtypes, state=state, stage=stage, accumulating=True)
+    yield Moment("optimizer step", grads | {"blocks of the optimizer": step_bytes(buckets)})
 
 
-def available_bytes(device: torch.device) -> int:
-    """Returns the bytes that one rank on this machine may take: free on its GPU, or its share of the host's."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []
-    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    if CGROUP.is_file() and (limit := CGROUP.read_text().strip()).isdigit():
-        found.append(int(limit))
-    return min(found, default=2**63) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+class _Step(NamedTuple):
+    """What comes and goes in forward and backward."""
+
+    blueprint: Blueprint
+    activations: Activations
+    dtypes: Dtypes
+    stage: int
+    accumulating: bool
+    regathers: bool
+    recomputed: bool
+
+    def loss(self) -> dict[str, int]:
+        kept = [] if self.regathers else self.blueprint.layers
+        return self._parts(self._saved(len(self._layers)), gathered=kept, logits=self.activations.loss)
+
+    def head(self) -> dict[str, int]:
+        return self._parts(
+            self._saved(len(self._layers)),
+            gathered=self._gathered(len(self._layers) - 1, 1),
+            written=[self.blueprint.root],
+            logits=self.activations.loss_kept,
+        )
+
+    def layer(self, index: int) -> dict[str, int]:
+        layer, unit = self._layers[index], self.blueprint.layers[index]
+        work = layer.work + (layer.saved if self.recomputed else 0)
+        after = self.blueprint.layers[index + 1 : index + 2]
+        return self._parts(
+            self._saved(index + 1, tail=False) + work,
+            gathered=self._gathered(index, 2),
+            written=[self.blueprint.root, unit, *after],
+            done=self.blueprint.layers[index + 2 :],
+            one=unit.largest,
+        )
+
+    def embedding(self) -> dict[str, int]:
+        stream = self._layers[0].stream if self._layers else 0
+        return self._parts(
+            stream,
+            gathered=[],
+            written=[self.blueprint.root, *self.blueprint.layers[:1]],
+            done=self.blueprint.layers[1:],
+            one=self.blueprint.root.largest,
+        )
+
+    @property
+    def _layers(self) -> Sequence[Any]:
+        return self.activations.layers
+
+    def _saved(self, count: int, tail: bool = True) -> int:
+        """Of the first ``count`` layers, and of what follows the last."""
+        saved = sum(layer.stream + (0 if self.recomputed else layer.saved) for layer in self._layers[:count])
+        return saved + (self.activations.tail if tail else 0)
+
+    def _gathered(self, index: int, count: int) -> list[PlannedUnit]:
+        """Layers whose parameters are whole in backward: this one and the one before it, or all that never left."""
+        first = max(index + 1 - count, 0) if self.regathers else 0
+        return self.blueprint.layers[first : index + 1]
+
+    def _parts(
+        self,
+        activations: int,
+        *,
+        gathered: Sequence[PlannedUnit],
+        written: Sequence[PlannedUnit] = (),
+        done: Sequence[PlannedUnit] = (),
+        logits: int = 0,
+        one: int = 0,
+    ) -> dict[str, int]:
+        parts = {
+            "activations": activations,
+            "logits and loss": logits,
+            "a parameter's gradient": self.dtypes.param * one,
+        }
+        if self.stage == 3:
+            parts["gathered units"] = self.dtypes.param * sum(unit.whole for unit in (self.blueprint.root, *gathered))
+        if self.stage > 1:
+            parts["gradients in flight"] = self.dtypes.reduce * sum(unit.trained for unit in written)
+            if not self.accumulating:
+                parts["gradients"] = MASTER * sum(unit.trained_shard for unit in done)
+        return parts
 
 
-def refusal(needed: int, there: int, *, ranks: int) -> str:
-    """Returns the line that refuses a run for which there is no memory."""
-    return (
-        f"the model needs at least {needed / 2**30:,.1f} GiB on each of {ranks} ranks for weights, gradients and "
-        f"optimizer, and {there / 2**30:,.1f} GiB are free: more ranks, a smaller model=..., or dry_run=true to plan it"
-    )
+def step_bytes(buckets: Sequence[Bucket]) -> int:
+    """Returns the most bytes that the optimizer's step holds at a time beyond parameters, gradients and state.
+
+    While a bucket is computed the next one's payloads travel and the directions of the one before come back.
+
+    Args:
+        buckets: Of one rank, in order.
+    """
+    most = 0
+    sizes = [_bucket_bytes(bucket) for bucket in buckets]
+    for i, now in enumerate(sizes):
+        before, after = (sizes[i - 1] if i else _NOTHING), (sizes[i + 1] if i + 1 < len(sizes) else _NOTHING)
+        waiting = before.payload + before.outgoing + before.owned + before.kept
+        preparing = now.payload + now.outgoing + now.incoming + now.kept + after.payload + after.prepared + after.kept
+        travelling = after.payload + after.outgoing + after.incoming + after.kept
+        computing = 2 * now.payload + now.incoming + 2 * now.owned + now.kept + now.workspace
+        most = max(most, waiting + preparing, waiting + travelling + computing)
+    return most
 
 
-def exhausted(problem: BaseException, *, needed: int, device: torch.device) -> str:
-    """Returns the line for a run that ran out of memory: what the plan counts beside what was allocated."""
-    if device.type == "cuda":
-        held, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
-        seen = f"{held / 2**30:,.1f} GiB are allocated, {peak / 2**30:,.1f} were at most"
-    else:
-        seen = f"the machine has {available_bytes(device) / 2**30:,.1f} GiB free"
-    first = str(problem).partition("\n")[0][:160]
-    return (
-        f"out of memory ({first}); between steps the plan holds {needed / 2**30:,.1f} GiB a rank, {seen}: the rest are "
-        "activations and gathered units: try trainer.micro_batch=1, model.checkpoint=full, or more ranks"
+class _BucketBytes(NamedTuple):
+    """Of one bucket on one rank."""
+
+    payload: int  # of the runs here, in the wire dtype; directions are as long
+    prepared: int  # what `prepare` makes before it rounds: one run in float32
+    outgoing: int  # parts sent to owners
+    incoming: int  # parts received as an owner
+    owned: int  # cut granules assembled here
+    kept: int  # state as it was, and block state as it will be, until the bucket is applied
+    workspace: int  # of the rule while it computes its largest block here
+
+
+_NOTHING = _BucketBytes(0, 0, 0, 0, 0, 0, 0)
+
+
+def _bucket_bytes(bucket: Bucket) -> _BucketBytes:
+    if not bucket.has_blocks:
+        return _NOTHING
+    wire, exchange = bucket.rule.wire_dtype.itemsize, bucket.exchange
+    lengths = [run.stop - run.start for run in bucket.runs]
+    jobs = [*bucket.kept, *(job for arrived in bucket.arriving.values() for job in arrived)]
+    owned = [exchange.crossings[i] for i in exchange.mine] if exchange else []
+    before = sum(value.nbytes for run in bucket.runs for value in run.state.values())
+    after = sum(rows.nbytes for run in bucket.runs for of in run.blocks for rows in of.rows.values())
+    return _BucketBytes(
+        payload=wire * sum(lengths),
+        prepared=4 * max(lengths, default=0),
+        outgoing=wire * sum(move.stop - move.start for move in exchange.outgoing) if exchange else 0,
+        incoming=wire * sum(move.stop - move.start for move in exchange.incoming) if exchange else 0,
+        owned=wire * sum(c.stop - c.start for c in owned),
+        kept=before + after,
+        workspace=WORKSPACE * max((math.prod(job.shape) for job in jobs), default=0),
     )

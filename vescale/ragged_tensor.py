@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,11 +26,13 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from vescale import collectives
-from vescale.placement import RaggedShard, boxes
+from vescale.placement import Box, RaggedShard, boxes
+from vescale.reductions import REDUCTIONS
 
 aten = torch.ops.aten
 
@@ -47,6 +50,12 @@ class RaggedTensor(DTensor):
 
     Made by ``fully_shard``, by ``distribute`` and by ``from_local``. ``shape``, ``numel()`` and ``requires_grad`` are
     those of the logical tensor; ``to_local()`` is this rank's run, perhaps empty.
+
+    Another mesh axis may be ``Shard(dim)``, as tensor parallelism makes it. It cuts first, whatever the order of the
+    axes, and RaggedShard cuts what it leaves (torch's ``_StridedShard`` is the same order)::
+
+        (4, 6) over mesh (2, 2) by (RaggedShard, Shard(1))      Shard(1) leaves (4, 3): columns 0-2 | columns 3-5
+        RaggedShard((0, 1), (5, 7)) of (4, 3)                   rank (0, 1): elements [0, 5) of columns 3-5
     """
 
     __slots__ = ()
@@ -71,13 +80,24 @@ class RaggedTensor(DTensor):
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """Process group of the mesh axis that is cut."""
+        """Process group of the mesh axis that RaggedShard cuts."""
         return self.device_mesh.get_group(self.ragged_axis)
 
     @property
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """Process groups of every mesh axis that is cut: this one, and those of ``Shard``."""
+        cut = (axis for axis, placement in enumerate(self.placements) if not placement.is_replicate())
+        return tuple(self.device_mesh.get_group(axis) for axis in cut)
+
+    @property
+    def box(self) -> Box:
+        """What the other axes leave to this rank's coordinate on them; all of the tensor unless one is ``Shard``."""
+        return _inner(self.shape, self.device_mesh, self.placements)
+
+    @property
     def run(self) -> tuple[int, int]:
-        """Elements ``[start, stop)`` of the flattened tensor that this rank holds."""
-        return self.placement.run(self.shape, self.device_mesh.get_local_rank(self.ragged_axis))
+        """Elements ``[start, stop)`` of the flattened tensor in its ``box`` that this rank holds."""
+        return self.placement.run(self.box.sizes, self.device_mesh.get_local_rank(self.ragged_axis))
 
     @property
     def data(self) -> RaggedTensor:
@@ -185,15 +205,20 @@ class RaggedTensor(DTensor):
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [
-            ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in boxes(self.shape, *self.run)
+            ChunkStorageMetadata(torch.Size(self._moved(box.offsets)), torch.Size(box.sizes))
+            for box in boxes(self.box.sizes, *self.run)
         ]
 
+    def _moved(self, offsets: tuple[int, ...]) -> tuple[int, ...]:
+        """Where an element of the inner tensor is in the whole one."""
+        return tuple(map(operator.add, offsets, self.box.offsets))
+
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        start = self.run[0]
-        for box in boxes(self.shape, *self.run):
+        start, sizes = self.run[0], self.box.sizes
+        for box in boxes(sizes, *self.run):
             numel = math.prod(box.sizes)
-            if index.offset is None or tuple(index.offset) == box.offsets:
-                at = sum(o * math.prod(self.shape[d + 1 :]) for d, o in enumerate(box.offsets)) - start
+            if index.offset is None or tuple(index.offset) == self._moved(box.offsets):
+                at = sum(o * math.prod(sizes[d + 1 :]) for d, o in enumerate(box.offsets)) - start
                 return self._local_tensor[at : at + numel].view(box.sizes)
         raise ValueError(f"{index.fqn}: this rank holds elements {self.run} and no piece that begins at {index.offset}")
 
@@ -202,8 +227,8 @@ class RaggedTensor(DTensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
-        if func in _REDUCTIONS:
-            return _REDUCTIONS[func](*args, **kwargs)
+        if func in REDUCTIONS:
+            return REDUCTIONS[func](*args, **kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags:
             return _random(func, args, kwargs)
         if func is aten.copy_.default and not (isinstance(args[0], RaggedTensor) and isinstance(args[1], RaggedTensor)):
@@ -213,7 +238,8 @@ class RaggedTensor(DTensor):
             return _local(func, args, kwargs)
         raise NotImplementedError(
             f"{func} on a RaggedTensor {_shapes(args)}: only element-wise operators and full reductions see a run of "
-            "elements; take full_tensor() for the whole tensor or to_local() for this rank's run"
+            "elements; take full_tensor() for the whole tensor or to_local() for this rank's run. Parameters are whole "
+            "in a module's forward, and in a method given to register_fsdp_forward_method"
         )
 
 
@@ -223,12 +249,38 @@ def _shapes(args: Any) -> list[tuple[int, ...]]:
 
 def _ragged_axis(placements: Sequence[Placement]) -> int:
     axes = [axis for axis, placement in enumerate(placements) if isinstance(placement, RaggedShard)]
-    others = [p for p in placements if not isinstance(p, RaggedShard | Replicate)]
+    others = [p for p in placements if not isinstance(p, RaggedShard) and not p.is_replicate() and not _is_shard(p)]
     if len(axes) != 1 or others:
         raise NotImplementedError(
-            f"a RaggedTensor has one RaggedShard and otherwise Replicate placements, got {tuple(placements)}"
+            f"a RaggedTensor has one RaggedShard and otherwise Replicate or Shard placements, got {tuple(placements)}"
         )
     return axes[0]
+
+
+def _is_shard(placement: Placement) -> bool:
+    return type(placement) is Shard
+
+
+def _inner(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> Box:
+    """The part of a tensor that every axis but the ragged one leaves to this rank."""
+    if not any(map(_is_shard, placements)):
+        return Box((0,) * len(shape), tuple(shape))
+    others = [placement if _is_shard(placement) else Replicate() for placement in placements]
+    sizes, offsets = compute_local_shape_and_global_offset(tuple(shape), mesh, others)
+    # An empty part has no place; torch puts it at the end of the tensor.
+    return Box(tuple(offsets), tuple(sizes))
+
+
+def _own(whole: torch.Tensor, like: RaggedTensor) -> torch.Tensor:
+    """This rank's run of a whole tensor."""
+    return _sliced(whole, like.box).reshape(-1)[slice(*like.run)]
+
+
+def _sliced(whole: torch.Tensor, box: Box) -> torch.Tensor:
+    """A box of a tensor."""
+    for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        whole = whole.narrow(dim, min(offset, whole.shape[dim]), size) if size != whole.shape[dim] else whole
+    return whole
 
 
 def _wrap(local: torch.Tensor, like: RaggedTensor) -> RaggedTensor:
@@ -285,7 +337,7 @@ def _random(func: Any, args: Any, kwargs: Any) -> RaggedTensor:
     drawn = func(whole, *args[1:], **kwargs)
     if not isinstance(drawn, torch.Tensor) or drawn.shape != self.shape:
         raise NotImplementedError(f"{func} on a RaggedTensor; take full_tensor() for the whole tensor")
-    mine = drawn.reshape(-1)[slice(*self.run)]
+    mine = _own(drawn, self)
     if drawn is not whole:
         return _wrap(mine.clone(), self)
     self._local_tensor.copy_(mine)
@@ -300,126 +352,8 @@ def _copy_whole(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = F
         raise ValueError(
             f"copy_: expected a plain tensor of the whole shape {tuple(self.shape)}, got {tuple(source.shape)}"
         )
-    self._local_tensor.copy_(source.reshape(-1)[slice(*self.run)], non_blocking)
+    self._local_tensor.copy_(_own(source, self), non_blocking)
     return self
-
-
-# --- full reductions ---
-
-
-def _reduced(value: torch.Tensor, like: RaggedTensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
-    collectives.all_reduce(value, op=op, group=like.group)
-    return value
-
-
-def _power_sum(local: torch.Tensor, p: float, dtype: torch.dtype | None) -> torch.Tensor:
-    """Sum of |x|**p of one run; for p = 0 the number of non-zeros."""
-    if p == 0:
-        return (local != 0).sum(dtype=dtype or local.dtype)
-    return torch.linalg.vector_norm(local, p, dtype=dtype) ** p
-
-
-def _vector_norms(tensors: Sequence[RaggedTensor], p: float, dtype: torch.dtype | None) -> torch.Tensor:
-    """Complete norms of several tensors in one collective, (len(tensors),)."""
-    if math.isinf(p):
-        empty = 0.0 if p > 0 else math.inf
-        parts = [
-            torch.linalg.vector_norm(t._local_tensor, p, dtype=dtype)
-            if t._local_tensor.numel()
-            else t._local_tensor.new_full((), empty)
-            for t in tensors
-        ]
-        return _reduced(torch.stack(parts), tensors[0], dist.ReduceOp.MAX if p > 0 else dist.ReduceOp.MIN)
-    total = _reduced(torch.stack([_power_sum(t._local_tensor, p, dtype) for t in tensors]), tensors[0])
-    return total if p in (0, 1) else total ** (1 / p)
-
-
-def _norm(
-    x: RaggedTensor, p: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
-) -> torch.Tensor:
-    if dim not in (None, []) and sorted(d % x.ndim for d in dim) != list(range(x.ndim)):
-        raise NotImplementedError(f"norm of a RaggedTensor over dims {dim}; only over all of them")
-    value = _vector_norms([x], float(p), dtype)[0]
-    return value.reshape([1] * x.ndim) if keepdim else value
-
-
-def _foreach_norm(tensors: Sequence[RaggedTensor], p: Any = 2, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
-    by_group: dict[Any, list[int]] = {}
-    for i, tensor in enumerate(tensors):
-        by_group.setdefault((tensor.group, tensor.dtype), []).append(i)
-    out: list[Any] = [None] * len(tensors)
-    for members in by_group.values():
-        for i, value in zip(
-            members, _vector_norms([tensors[i] for i in members], float(p), dtype).unbind(), strict=True
-        ):
-            out[i] = value
-    return out
-
-
-def _sum(x: RaggedTensor, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-    return _reduced(x._local_tensor.sum(dtype=dtype), x)
-
-
-def _mean(x: RaggedTensor, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-    return _sum(x, dtype=dtype) / x.numel()
-
-
-def _extreme(
-    reduce: Callable[[torch.Tensor], torch.Tensor], op: Any, lowest: Callable[[torch.dtype], Any]
-) -> Callable[..., torch.Tensor]:
-    """A max, min, any or all; an empty run contributes the value that changes nothing."""
-
-    def run(x: RaggedTensor) -> torch.Tensor:
-        local = x._local_tensor
-        value = (
-            reduce(local)
-            if local.numel()
-            else torch.full((), lowest(local.dtype), dtype=local.dtype, device=local.device)
-        )
-        if value.dtype is torch.bool:
-            return _reduced(value.to(torch.uint8), x, op).to(torch.bool)
-        return _reduced(value, x, op)
-
-    return run
-
-
-def _lowest(dtype: torch.dtype) -> Any:
-    return False if dtype is torch.bool else -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min
-
-
-def _highest(dtype: torch.dtype) -> Any:
-    return True if dtype is torch.bool else math.inf if dtype.is_floating_point else torch.iinfo(dtype).max
-
-
-def _equal(a: RaggedTensor, b: Any) -> bool:
-    if not isinstance(b, RaggedTensor) or a.placements != b.placements or a.shape != b.shape:
-        raise ValueError("torch.equal of RaggedTensors needs two of equal shape and placement")
-    same = torch.tensor(int(torch.equal(a._local_tensor, b._local_tensor)), device=a._local_tensor.device)
-    return bool(_reduced(same, a, dist.ReduceOp.MIN))
-
-
-def _unscale(tensors: Sequence[RaggedTensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
-    """GradScaler's unscaling; an overflow in one rank's run is seen by all."""
-    locals_ = [tensor._local_tensor for tensor in tensors if tensor._local_tensor.numel()]
-    if locals_:
-        torch._amp_foreach_non_finite_check_and_unscale_(locals_, found_inf, inv_scale)
-    for group in dict.fromkeys(tensor.group for tensor in tensors):
-        collectives.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=group)
-
-
-_REDUCTIONS: dict[Any, Callable[..., Any]] = {
-    aten.linalg_vector_norm.default: _norm,
-    aten.norm.Scalar: _norm,
-    aten._foreach_norm.Scalar: _foreach_norm,
-    aten.sum.default: _sum,
-    aten.mean.default: _mean,
-    aten.max.default: _extreme(torch.max, dist.ReduceOp.MAX, _lowest),
-    aten.min.default: _extreme(torch.min, dist.ReduceOp.MIN, _highest),
-    aten.any.default: _extreme(torch.any, dist.ReduceOp.MAX, lambda dtype: False),
-    aten.all.default: _extreme(torch.all, dist.ReduceOp.MIN, lambda dtype: True),
-    aten.equal.default: _equal,
-    aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
-}
 
 
 # --- making one, and changing its cut ---
@@ -432,17 +366,18 @@ def from_local(
 
     Args:
         local: (stop - start,) any dtype, this rank's elements in row-major order.
-        device_mesh: The mesh; one axis is cut, the others replicate.
+        device_mesh: The mesh; one axis is ragged, the others replicate or are ``Shard(dim)``, which cuts first.
         placements: One placement per mesh axis.
         shape: Shape of the logical tensor.
 
     Raises:
-        ValueError: If the placement does not cut ``shape`` over the axis, or ``local`` is not its run.
+        ValueError: If the placement does not cut what the other axes leave of ``shape``, or ``local`` is not its run.
     """
     axis = _ragged_axis(placements)
     placement: RaggedShard = placements[axis]  # type: ignore[assignment]
-    placement.check(shape, device_mesh.size(axis))
-    start, stop = placement.run(shape, device_mesh.get_local_rank(axis))
+    sizes = _inner(shape, device_mesh, placements).sizes
+    placement.check(sizes, device_mesh.size(axis))
+    start, stop = placement.run(sizes, device_mesh.get_local_rank(axis))
     if local.ndim != 1 or local.numel() != stop - start:
         raise ValueError(
             f"expected a 1-D local run of {stop - start} elements [{start}, {stop}), got shape {tuple(local.shape)}"
@@ -457,18 +392,25 @@ def distribute(tensor: torch.Tensor, device_mesh: DeviceMesh, placements: Sequen
 
     Args:
         tensor: any shape and dtype, the logical tensor.
-        device_mesh: The mesh; one axis is cut, the others replicate.
+        device_mesh: The mesh; one axis is ragged, the others replicate or are ``Shard(dim)``, which cuts first.
         placements: One placement per mesh axis.
 
     Raises:
-        ValueError: If the placement does not cut the tensor's shape over the axis.
+        ValueError: If the placement does not cut what the other axes leave of the tensor.
     """
+    inner = _sliced(tensor.detach(), _inner(tensor.shape, device_mesh, placements))
+    cut = _cut(inner, device_mesh, placements, tensor.shape)
+    cut.requires_grad_(tensor.requires_grad)
+    return cut
+
+
+def _cut(inner: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> RaggedTensor:
+    """The RaggedTensor of what the other axes leave to this rank; the run is copied."""
     axis = _ragged_axis(placements)
     placement: RaggedShard = placements[axis]  # type: ignore[assignment]
-    placement.check(tensor.shape, device_mesh.size(axis))
-    run = slice(*placement.run(tensor.shape, device_mesh.get_local_rank(axis)))
-    local = tensor.detach().reshape(-1)[run].clone().requires_grad_(tensor.requires_grad)
-    return from_local(local, device_mesh, placements, shape=tensor.shape)
+    placement.check(inner.shape, mesh.size(axis))
+    run = slice(*placement.run(inner.shape, mesh.get_local_rank(axis)))
+    return from_local(inner.detach().reshape(-1)[run].clone(), mesh, placements, shape=shape)
 
 
 def redistribute(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
@@ -484,7 +426,7 @@ def redistribute(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
 
     Args:
         tensor: A DTensor of any of these placements.
-        placements: One per mesh axis; axes that do not change are Replicate.
+        placements: One per mesh axis; of axes that are not ragged, what they were.
 
     Raises:
         ValueError: If the placement does not fit the tensor.
@@ -493,18 +435,42 @@ def redistribute(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
     mesh, placements = tensor.device_mesh, tuple(placements)
     if placements == tensor.placements:
         return tensor
-    target_ragged = any(isinstance(p, RaggedShard) for p in placements)
     if isinstance(tensor, RaggedTensor):
-        if target_ragged:
-            return _recut(tensor, placements)
-        full = DTensor.from_local(tensor.full_tensor(), mesh, [Replicate()] * mesh.ndim, run_check=False)
-        return full if all(p.is_replicate() for p in placements) else full.redistribute(mesh, placements)
-    if target_ragged and all(p.is_replicate() for p in tensor.placements):
-        return distribute(tensor.to_local(), mesh, placements)
-    axis = _ragged_axis(placements) if target_ragged else 0
-    if target_ragged and tensor.placements[axis] == Partial():
-        return _reduce_to_ragged(tensor, placements, axis)
+        return _from_ragged(tensor, placements)
+    if not any(isinstance(p, RaggedShard) for p in placements):
+        raise NotImplementedError(f"redistribute from {tensor.placements} to {placements}: use DTensor's own")
+    axis = _ragged_axis(placements)
+    source = tuple(p for a, p in enumerate(tensor.placements) if a != axis)
+    if source == tuple(p for a, p in enumerate(placements) if a != axis):  # the other axes stay as they are
+        if tensor.placements[axis].is_replicate():
+            return _cut(tensor.to_local(), mesh, placements, tensor.shape)
+        if tensor.placements[axis] == Partial():
+            return _reduce_to_ragged(tensor, placements, axis)
     raise NotImplementedError(f"redistribute from {tensor.placements} to {placements}")
+
+
+def _from_ragged(tensor: RaggedTensor, placements: tuple[Placement, ...]) -> DTensor:
+    mesh, axis = tensor.device_mesh, tensor.ragged_axis
+    if any(isinstance(p, RaggedShard) for p in placements):
+        others = [(p, q) for a, (p, q) in enumerate(zip(tensor.placements, placements, strict=True)) if a != axis]
+        if any(p != q for p, q in others):
+            raise NotImplementedError("redistribute of a RaggedShard to another mesh axis, or of two axes at once")
+        return _recut(tensor, placements)
+    gathered = _gathered(_gather(tensor), tensor)
+    return gathered if placements == gathered.placements else gathered.redistribute(mesh, placements)
+
+
+def _gathered(inner: torch.Tensor, like: RaggedTensor) -> DTensor:
+    """A stock DTensor: what was ragged is whole, the other axes are as they were."""
+    left = [Replicate() if isinstance(p, RaggedShard) else p for p in like.placements]
+    return DTensor.from_local(
+        inner,
+        like.device_mesh,
+        left,
+        run_check=False,
+        shape=like.shape,
+        stride=torch.empty(like.shape, device="meta").stride(),
+    )
 
 
 def _runs(placement: RaggedShard, shape: Sequence[int]) -> list[tuple[int, int]]:
@@ -514,15 +480,10 @@ def _runs(placement: RaggedShard, shape: Sequence[int]) -> list[tuple[int, int]]
 def _recut(tensor: RaggedTensor, placements: tuple[Placement, ...]) -> RaggedTensor:
     """One uneven all-to-all: what I hold of each new run goes there, and the pieces arrive in order."""
     axis = _ragged_axis(placements)
-    if axis != tensor.ragged_axis:
-        raise NotImplementedError("redistribute of a RaggedShard to another mesh axis")
     target: RaggedShard = placements[axis]  # type: ignore[assignment]
-    target.check(tensor.shape, tensor.device_mesh.size(axis))
-    rank, old, new = (
-        tensor.device_mesh.get_local_rank(axis),
-        _runs(tensor.placement, tensor.shape),
-        _runs(target, tensor.shape),
-    )
+    sizes, rank = tensor.box.sizes, tensor.device_mesh.get_local_rank(axis)
+    target.check(sizes, tensor.device_mesh.size(axis))
+    old, new = _runs(tensor.placement, sizes), _runs(target, sizes)
     out = tensor._local_tensor.new_empty(new[rank][1] - new[rank][0])
     send_splits = [_overlap(old[rank], run) for run in new]
     out_splits = [_overlap(run, new[rank]) for run in old]
@@ -541,22 +502,24 @@ def _padded(runs: Sequence[tuple[int, int]]) -> int:
 
 
 def _gather(tensor: RaggedTensor) -> torch.Tensor:
-    """The whole tensor on every rank; runs travel padded to the longest, which is what all-gather can carry."""
-    runs = _runs(tensor.placement, tensor.shape)
+    """The inner tensor on every rank; runs travel padded to the longest, which is what all-gather can carry."""
+    sizes = tensor.box.sizes
+    runs = _runs(tensor.placement, sizes)
     width, local = _padded(runs), tensor._local_tensor
     slots = local.new_empty(len(runs), width)
     rank = tensor.device_mesh.get_local_rank(tensor.ragged_axis)
     slots[rank, : local.numel()].copy_(local)
     if width:
         collectives.all_gather(slots.view(-1), slots[rank], group=tensor.group)
-    return torch.cat([slots[k, : stop - start] for k, (start, stop) in enumerate(runs)]).view(tensor.shape)
+    return torch.cat([slots[k, : stop - start] for k, (start, stop) in enumerate(runs)]).view(sizes)
 
 
 def _reduce_to_ragged(tensor: DTensor, placements: tuple[Placement, ...], axis: int) -> RaggedTensor:
     """A reduce-scatter of runs padded to the longest."""
     target: RaggedShard = placements[axis]  # type: ignore[assignment]
-    target.check(tensor.shape, tensor.device_mesh.size(axis))
-    runs, flat = _runs(target, tensor.shape), tensor.to_local().reshape(-1)
+    inner = tensor.to_local()
+    target.check(inner.shape, tensor.device_mesh.size(axis))
+    runs, flat = _runs(target, inner.shape), inner.reshape(-1)
     slots = flat.new_zeros(len(runs), _padded(runs))
     for k, (start, stop) in enumerate(runs):
         slots[k, : stop - start].copy_(flat[start:stop])
@@ -572,11 +535,12 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: RaggedTensor) -> torch.Tensor:
         ctx.like = tensor.detach()
-        return _gather(tensor)
+        inner = _gather(tensor)
+        return inner if inner.shape == tensor.shape else _gathered(inner, tensor).full_tensor()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> RaggedTensor:
-        return _wrap(grads[0].reshape(-1)[slice(*ctx.like.run)].clone(), ctx.like)
+        return _wrap(_own(grads[0], ctx.like).clone(), ctx.like)
 
 
 class _ToLocal(torch.autograd.Function):

@@ -24,17 +24,22 @@ def rows_of(tensor: torch.Tensor, part: Any) -> torch.Tensor:
     """Returns what a checkpoint saves and loads in place of ``tensor``: itself, or ``Rows`` of it.
 
     Args:
-        tensor: A parameter, or state of one: of its shape, or a scalar.
+        tensor: A parameter, or state of one: of its shape, a scalar, or with several rows for each of its rows.
         part: ``part_of`` of the parameter, or None.
+
+    Raises:
+        NotImplementedError: If the rows of state do not belong to one row of the parameter each.
     """
     if part is None or tensor.ndim == 0:
         return tensor
     assert isinstance(tensor, RaggedTensor)
-    # Checkpoint's look-up wants a torch.Tensor, and asks its methods; nothing reads its one element.
-    empty = torch.empty((), dtype=tensor.dtype).expand(part.total, *tensor.shape[1:])
-    found = empty.as_subclass(Rows)
-    found.rows, found.first = tensor, part.first
-    return found
+    each, rest = divmod(tensor.shape[0], part.stop - part.first) if part.stop > part.first else (1, 0)
+    if rest:
+        raise NotImplementedError(
+            f"checkpoint: state of {tensor.shape[0]} rows for {part.stop - part.first} experts on this rank, which do "
+            "not divide; deal no experts (ep=1), or take a rule whose blocks lie inside an expert"
+        )
+    return Rows.of(tensor, first=each * part.first, total=each * part.total)
 
 
 class Rows(torch.Tensor):
@@ -45,6 +50,14 @@ class Rows(torch.Tensor):
 
     rows: RaggedTensor
     first: int  # index of its first row
+
+    @classmethod
+    def of(cls, rows: RaggedTensor, *, first: int, total: int) -> Rows:
+        """Returns ``rows`` as those that begin at ``first`` of ``total``."""
+        # Checkpoint's look-up wants a torch.Tensor, and asks its methods; nothing reads its one element.
+        found = torch.empty((), dtype=rows.dtype).expand(total, *rows.shape[1:]).as_subclass(cls)
+        found.rows, found.first = rows, first
+        return found
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
         items = []

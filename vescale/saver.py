@@ -8,18 +8,20 @@
       thread        | write, hash |
 
 A step waits for the copy alone. Nothing is communicated: every rank knows from the placements which pieces it writes,
-rank 0 knows where all pieces lie, and the ranks' threads meet in the folder itself, where each leaves a ``part`` that
-says what it wrote. Rank 0 makes a checkpoint of them once all are there. A rank that dies leaves no part, so what was
-being written keeps its name ``.partial`` and is never read.
+and the ranks' threads meet in the folder itself, where each leaves a ``part`` that says what it wrote. Rank 0 makes a
+checkpoint of them once all are there. A rank that dies leaves no part, so what was being written keeps its name
+``.partial`` and is never read.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import os
 import pickle
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,17 +40,10 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from vescale import checkpoint
 from vescale.checkpoint import PARTIAL, RANDOM, RECORD, SEAL
 from vescale.checksum import add, checksum
-from vescale.placement import boxes
 from vescale.ragged_tensor import RaggedTensor
+from vescale.rows import Rows
 
 LOOK_EVERY_S = 0.02  # seconds between two looks for a folder or a part; slower on a file system of a cluster is as good
-
-
-class Piece(NamedTuple):
-    """A tensor's bytes that one rank writes."""
-
-    rank: int
-    run: tuple[int, int]  # elements of the flattened tensor
 
 
 class Part(NamedTuple):
@@ -57,6 +52,7 @@ class Part(NamedTuple):
     results: list[Any]  # torch's WriteResult of each item
     files: dict[str, tuple[int, str]]  # name -> bytes, sha256
     sums: dict[str, int]  # tensor -> this rank's share of its checksum
+    stored: dict[str, TensorStorageMetadata]  # tensor -> the chunks of it that this rank wrote
 
 
 class Saver:
@@ -163,13 +159,16 @@ class Saver:
         """Returns copies in host memory of what this rank writes."""
         staged: dict[str, torch.Tensor] = {}
         for name, value in tensors.items():
-            local = value._local_tensor if isinstance(value, RaggedTensor) else value
+            ragged = value.rows if isinstance(value, Rows) else value
+            local = ragged._local_tensor if isinstance(ragged, RaggedTensor) else value
             if name not in self._buffers:
                 self._buffers[name] = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda)
             self._buffers[name].copy_(local, non_blocking=True)
             staged[name] = self._buffers[name]
-            if isinstance(value, RaggedTensor):
-                staged[name] = RaggedTensor(self._buffers[name], value._spec)
+            if isinstance(ragged, RaggedTensor):
+                staged[name] = RaggedTensor(self._buffers[name], ragged._spec)
+            if isinstance(value, Rows):
+                staged[name] = Rows.of(staged[name], first=value.first, total=value.shape[0])  # type: ignore[arg-type]
         if torch.cuda.is_initialized():
             torch.cuda.current_stream().synchronize()
         return staged
@@ -185,7 +184,7 @@ class Saver:
                 self._until(partial.is_dir)
             self._write(partial, staged)
             if self.rank == 0:
-                self._finish(partial, staged, facts)
+                self._finish(partial, facts)
         except Exception as problem:  # wait() raises it on every rank
             self._failed = OSError(f"checkpoint {self._folder} was not written: {_reason(problem)}")
 
@@ -203,19 +202,19 @@ class Saver:
         results = writer.write_data(plan, planner).wait()
         names = sorted({result.storage_data.relative_path for result in results})
         files = {name: checkpoint.fingerprint(partial / name) for name in names}
-        own = {name for name, value in staged.items() if any(p.rank == self.rank for p in _pieces(name, value))}
-        part = Part(results, files, {name: _sum(name, value) for name, value in staged.items() if name in own})
+        sums = {name: _sum(name, value) for name, value in staged.items() if self.rank in _writers(name, value)}
+        part = Part(results, files, sums, _stored(self._items or []))
         fresh = partial / f"part.{self.rank}.new"
         fresh.write_bytes(pickle.dumps(tuple(part)))
         fresh.rename(partial / f"part.{self.rank}")
 
-    def _finish(self, partial: Path, staged: dict[str, torch.Tensor], facts: dict[str, Any]) -> None:
+    def _finish(self, partial: Path, facts: dict[str, Any]) -> None:
         """On rank 0: makes a checkpoint of all parts, gives it its name, and removes old ones."""
         paths = [partial / f"part.{rank}" for rank in range(self.world)]
         self._until(lambda: all(path.is_file() for path in paths))
         parts = [Part(*pickle.loads(path.read_bytes())) for path in paths]
         writer = dcp.FileSystemWriter(partial, overwrite=True)
-        writer.finish(self._metadata(staged), [part.results for part in parts])
+        writer.finish(_metadata(parts), [part.results for part in parts])
         sums: dict[str, int] = {}
         for part in parts:
             sums |= {name: add(sums.get(name, 0), value) for name, value in part.sums.items()}
@@ -234,43 +233,30 @@ class Saver:
         checkpoint.write_json(self.root.parent / RECORD, record)
         self._remove_old()
 
-    def _metadata(self, staged: Mapping[str, torch.Tensor]) -> Metadata:
-        """Where every piece of every tensor lies, on all ranks, from their placements alone."""
-        named = {name: value for name, value in staged.items() if not name.startswith(RANDOM)}
-        found: dict[str, Any] = {name: _stored(name, value) for name, value in named.items()}
-        for name, value in staged.items():
-            if name.startswith(RANDOM):
-                begin = name.rpartition(".")[0]
-                found |= {f"{begin}.{rank}": _stored(name, value) for rank in range(self.world)}
-            if "@" in name:  # the other ranks' parts lie alike
-                begin, _, parts = name.rpartition("@")
-                count = int(parts.partition("/")[2])
-                found |= {f"{begin}@{part}/{count}": _stored(name, value) for part in range(count)}
-        return Metadata(found, planner_data={name: (name,) for name in found})
-
     def _remove_old(self) -> None:
         for path in checkpoint.whole(self.root)[: -self.keep]:
             if path != self._folder and not (self.keep_every and checkpoint.step_of(path) % self.keep_every == 0):
                 checkpoint.remove(path)
 
 
-def _pieces(name: str, value: torch.Tensor) -> list[Piece]:
-    """Which rank writes which run of a tensor: the first copy's ranks their runs, rank 0 what is equal everywhere."""
+def _writers(name: str, value: torch.Tensor) -> list[int]:
+    """Which ranks write a tensor: the first copy's ranks their runs, rank 0 what is equal everywhere."""
     if name.startswith(RANDOM):
-        return [Piece(int(name.rpartition(".")[2]), (0, value.numel()))]
+        return [int(name.rpartition(".")[2])]
+    if isinstance(value, Rows):
+        value = value.rows
     if not isinstance(value, RaggedTensor):
-        return [Piece(0, (0, value.numel()))]
-    ranks = value.device_mesh.mesh.movedim(value.ragged_axis, -1).reshape(-1, value.placement.num_ranks)[0].tolist()
-    return [Piece(rank, value.placement.run(value.shape, at)) for at, rank in enumerate(ranks)]
+        return [0]
+    return value.device_mesh.mesh.movedim(value.ragged_axis, -1).reshape(-1, value.placement.num_ranks)[0].tolist()
 
 
 def _items(staged: Mapping[str, torch.Tensor], rank: int) -> list[WriteItem]:
     """What ``rank`` writes, as torch's writer takes it."""
     items: list[WriteItem] = []
     for name, value in staged.items():
-        if not any(piece.rank == rank for piece in _pieces(name, value)):
+        if rank not in _writers(name, value):
             continue
-        if isinstance(value, RaggedTensor):
+        if isinstance(value, RaggedTensor | Rows):
             items += value.__create_write_items__(name, value)
         else:
             chunk = ChunkStorageMetadata(torch.Size([0] * value.ndim), value.shape)
@@ -279,16 +265,32 @@ def _items(staged: Mapping[str, torch.Tensor], rank: int) -> list[WriteItem]:
     return items
 
 
-def _stored(name: str, value: torch.Tensor) -> TensorStorageMetadata:
-    """Where the pieces of one tensor lie."""
-    local = value._local_tensor if isinstance(value, RaggedTensor) else value
-    found = [box for piece in _pieces(name, value) for box in boxes(value.shape, *piece.run)]
-    chunks = [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in found]
-    return TensorStorageMetadata(TensorProperties.create_from_tensor(local), value.shape, chunks)
+def _stored(items: Iterable[WriteItem]) -> dict[str, TensorStorageMetadata]:
+    """What a rank wrote of each tensor."""
+    found: dict[str, TensorStorageMetadata] = {}
+    for item in items:
+        data = item.tensor_data
+        assert data is not None
+        found.setdefault(item.index.fqn, TensorStorageMetadata(data.properties, data.size, [])).chunks.append(
+            data.chunk
+        )
+    return found
+
+
+def _metadata(parts: Iterable[Part]) -> Metadata:
+    """Where every piece of every tensor lies, as the ranks said."""
+    found: dict[str, Any] = {}
+    for part in parts:
+        for name, stored in part.stored.items():
+            found.setdefault(name, dataclasses.replace(stored, chunks=[])).chunks.extend(stored.chunks)
+    return Metadata(found, planner_data={name: (name,) for name in found})
 
 
 def _sum(name: str, value: torch.Tensor) -> int:
     """This rank's share of the tensor's checksum."""
+    if isinstance(value, Rows):
+        before = value.first * math.prod(value.shape[1:])
+        return checksum(value.rows._local_tensor, name=name, first=before + value.rows.run[0])
     if isinstance(value, RaggedTensor):
         return checksum(value._local_tensor, name=name, first=value.run[0])
     return checksum(value, name=name)

@@ -88,7 +88,7 @@ def compose(argv: Sequence[str]) -> dict[str, Any]:
     return found[0].config
 
 
-def points(argv: Sequence[str]) -> list[Point]:
+def points(argv: Sequence[str], command: str = "train") -> list[Point]:
     """Returns every configuration that `argv` names: one, or the points of a sweep (-m), or none if Hydra only printed
     what was asked for (--cfg, --info).
 
@@ -97,6 +97,7 @@ def points(argv: Sequence[str]) -> list[Point]:
 
     Args:
         argv: What follows `python -m vescale.train` on the command line.
+        command: `train`, or the name of another file beside `recipes/train.yaml` that composes it and more.
 
     Raises:
         ValueError: In one line, as `compose`.
@@ -121,9 +122,9 @@ def points(argv: Sequence[str]) -> list[Point]:
         raise ValueError(f"{ours[0]}: Hydra only composes here and makes no folder; the run's is run_dir=...")
     OmegaConf.register_new_resolver("by_model", _by_model, replace=True)
     OmegaConf.register_new_resolver("part", _part, replace=True)
-    with tempfile.TemporaryDirectory() as scratch, _command_line([f"hydra.sweep.dir={scratch}", *argv]):
+    with tempfile.TemporaryDirectory() as scratch, _command_line([f"hydra.sweep.dir={scratch}", *argv], command):
         try:
-            hydra.main(version_base="1.3", config_path="pkg://recipes", config_name="train")(keep)()
+            hydra.main(version_base="1.3", config_path="pkg://recipes", config_name=command)(keep)()
         except (HydraException, OmegaConfBaseException) as problem:
             refused.append(problem)
     if refused:
@@ -147,11 +148,11 @@ def _point(config: Any, settings: Any) -> Point:  # OmegaConf's containers
 
 
 @contextmanager
-def _command_line(argv: Sequence[str]) -> Iterator[None]:
+def _command_line(argv: Sequence[str], command: str) -> Iterator[None]:
     """Lets Hydra read `argv`, and raise what it would otherwise print over many lines."""
     arguments, full_error, said = sys.argv, os.environ.get("HYDRA_FULL_ERROR"), io.StringIO()
     words = sorted(argv, key=_is_override)  # argparse wants them together, people put options anywhere
-    sys.argv, os.environ["HYDRA_FULL_ERROR"] = ["python -m vescale.train", *words], "1"
+    sys.argv, os.environ["HYDRA_FULL_ERROR"] = [f"python -m vescale.{command}", *words], "1"
     try:
         with redirect_stderr(said):
             yield
@@ -395,11 +396,30 @@ def _checked(config: dict[str, Any]) -> Trainer | None:
 
     world, trainer = world_size(), prepare(config)
     if config["dry_run"]:
-        print(trainer.describe(config["world_size"] or world))
+        print(describe(trainer, config["world_size"] or world))
         return None
     check_same_run(config)
     trainer.check(world)
     return trainer
+
+
+def describe(trainer: Trainer, world: int) -> str:
+    """Returns the routing, the size and the plan of every unit on ``world`` ranks; no process, no memory for weights.
+
+    Args:
+        trainer: Of the run; it is used up.
+        world: Number of ranks; plans are the same on all of them.
+
+    Raises:
+        ValueError: If such a run would be refused.
+    """
+    from vescale.blueprint import Blueprint
+
+    trainer.check_ranks(world)
+    seq_len = trainer.data_config.seq_len
+    total, flops = trainer.model_config.num_parameters(), trainer.model_config.flops_per_token(seq_len)
+    size = f"{total:,} parameters, {flops:.4g} FLOPs per token at {seq_len} tokens, {world} ranks"
+    return f"{trainer.routing}\n{size}\n{Blueprint(trainer, world).describe()}"
 
 
 def _refuse(problem: Exception) -> int:

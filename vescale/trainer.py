@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from vescale import checkpoint, deterministic, memory, record
+from vescale import capacity, checkpoint, deterministic, record
 from vescale.collectives import same_on_every_rank
 from vescale.commit import preview
 from vescale.data import Batch, Prefetch, Samples, num_labels
@@ -93,7 +93,7 @@ class Trainer:
         """
         self.check_ranks(world)
         self.device = pick_device(self.config.device)
-        self.needed = memory.check(self.model.named_parameters(), self.rules, ranks=world, device=self.device)
+        self.needed = capacity.check(self.model.named_parameters(), self.rules, ranks=world, device=self.device)
         self._check_folder()
         self.data = self.data_config.open()
         self._check_data()
@@ -178,7 +178,7 @@ class Trainer:
         try:
             return self.train_step()
         except (torch.OutOfMemoryError, MemoryError) as problem:
-            line = memory.exhausted(problem, needed=self.needed, device=self.device)
+            line = capacity.exhausted(problem, needed=self.needed, device=self.device)
             raise Stopped(line) from problem
 
     def train_step(self) -> tuple[Tensor, Tensor]:
@@ -565,37 +565,14 @@ class Trainer:
         dist.all_reduce(total)
         return total
 
-    # --- the dry run ---
+    def preview(self, world: int) -> list[tuple[str, tuple[SegmentPlan, ...]]]:
+        """Returns the plan of every unit that ``shard`` declared on ``world`` ranks; no process, no memory for weights.
 
-    def describe(self, world: int) -> str:
-        """Returns the routing, the size and the plan of every unit on ``world`` ranks; no process, no memory for
-        weights.
-
-        Args:
-            world: Number of ranks; plans are the same on all of them.
+        Raises:
+            ValueError: If the ranks do not fit the parallelism.
+            NotImplementedError: With experts that are dealt over ranks.
         """
-        self.check_ranks(world)
-        self.shard()
-        plans = preview(self.model, world)
-        total = self.model_config.num_parameters()
-        flops = self.model_config.flops_per_token(self.data_config.seq_len)
-        lines = [
-            str(self.routing),
-            f"{total:,} parameters, {flops:.4g} FLOPs per token at {self.data_config.seq_len} tokens, {world} ranks",
-            *_plan_lines(plans),
-        ]
-        return "\n".join(lines)
-
-
-def _plan_lines(plans: Sequence[tuple[str, tuple[SegmentPlan, ...]]]) -> list[str]:
-    """Units with equal plans once, with how many there are of each."""
-    found: dict[Any, tuple[str, tuple[SegmentPlan, ...], int]] = {}
-    for name, segments in plans:
-        key = tuple((plan.offsets, plan.shard_size, tuple(t.numel for t in plan.tensors)) for plan in segments)
-        first, _, count = found.get(key, (name, segments, 0))
-        found[key] = (first, segments if not count else found[key][1], count + 1)
-    lines = []
-    for name, segments, count in found.values():
-        lines.append(f"\n{count} x unit like {name or 'the root'}")
-        lines += [str(plan) for plan in segments]
-    return lines
+        self.parallelism.check(world)
+        if self.parallelism.ep > 1:
+            raise NotImplementedError("a plan with parallelism.ep > 1: dealt experts are planned on their ranks only")
+        return preview(self.model, world)

@@ -1,13 +1,11 @@
 """Adam with both moments in eight bits, in one pass: 16 bytes per element where float32 moments take 28.
 
-A block is 256 consecutive elements and has a scale per moment. Two formats::
+A block is 256 consecutive elements and has a scale per moment; ``optimizers.quantize`` has the map. Two formats::
 
-    format "q8"    m    signed map, scale = the element of largest magnitude, with its sign, so that it codes to 1 and
-                        a block whose extreme is negative loses nothing when it is coded again
-                   v    the root of v in the unsigned map, scale = the largest; what is not zero is never coded zero
-    format "bnb"   m    signed map, scale = the largest magnitude
-                   v    unsigned map, scale = the largest: small v become zero where their m do not, and the step of
-                        such an element is m / eps (bitsandbytes 0.50.2, arXiv 2110.02861)
+    "none"   m    signed map, scale = the element of largest magnitude, with its sign
+             v    the root of v in the unsigned map, scale = the largest; what is not zero is never coded zero
+    "bnb"    m    signed map, scale = the largest magnitude, at least 1e-12
+             v    unsigned map, scale = the largest, at least 1e-12 (bitsandbytes 0.50.2, torchao 0.18)
 
 The parameter is stepped by the moments before they are coded: the error of a code enters the next step only.
 """
@@ -23,16 +21,16 @@ import torch
 from torch import Tensor
 
 from optimizers.kernels.adamw import rate_of, scalars, stepped
-from optimizers.kernels.dynamic_map import ZERO, decode, decoded, encode, encoded, tables
-from optimizers.kernels.language import jit, tl
+from optimizers.kernels.dynamic_map import ZERO, decoded, encoded, tables
+from optimizers.kernels.language import jit, runs_kernels, tl
 from optimizers.kernels.momentum import lerp
 from optimizers.kernels.operand import FLOAT32, FLOATS, expect
+from optimizers.quantize import BLOCK, TINY, dequantize, quantize
 
-BLOCK = 256  # elements: arXiv 2110.02861 has 2048, bitsandbytes since 0.44 and torchao have 256
-TINY = 1e-38  # a scale below it, not far above the smallest normal float32, counts as zero
+LEAST_SCALE = 1e-12  # of "bnb": torchao/optim/quant_utils.py, scale_tensor
 ROWS = 4  # blocks of a program: eight elements for each of four warps' threads
 CHUNK = 256  # blocks that the twin takes at a time: what it makes on the way stays in cache
-FORMATS = ("q8", "bnb")
+COMPAT = ("none", "bnb")
 
 Spans = tuple[tuple[int, int], ...]
 
@@ -62,7 +60,7 @@ def adam8bit_(
     eps: float,
     weight_decay: float,
     spans: Spans | None = None,
-    format: str = "q8",
+    compat: str = "none",
     skip: Tensor | None = None,
     low: Tensor | None = None,
 ) -> None:
@@ -79,17 +77,17 @@ def adam8bit_(
         weight_decay: Fraction of the parameter removed per step and per unit of ``lr``.
         spans: Stretches of elements, each a parameter's part that begins at a block, ascending; what lies between is
             not touched. None for one stretch, all of it. A tuple, since its table on the device is made once.
-        format: ``"q8"`` or ``"bnb"``.
+        compat: ``"none"``, or ``"bnb"`` for the format of bitsandbytes and torchao.
         skip: None, or () float32: 1.0 writes nothing.
         low: None, or (n,) bfloat16, float16 or float32: the parameter afterwards, rounded.
 
     Raises:
-        ValueError: If a tensor, a span or the format does not fit.
+        ValueError: If a tensor, a span or compat does not fit.
     """
     n = param.numel()
     spans = ((0, n),) if spans is None else spans
-    if format not in FORMATS:
-        raise ValueError(f"adam8bit_: expected a format from {FORMATS}, got {format!r}")
+    if compat not in COMPAT:
+        raise ValueError(f"adam8bit_: expected compat from {COMPAT}, got {compat!r}")
     _check_spans(spans, n)
     scales = (num_blocks(spans),)
     expect(
@@ -105,7 +103,7 @@ def adam8bit_(
         skip=(skip, (), FLOAT32),
         low=(low, (n,), FLOATS),
     )
-    run = adam8bit_triton if param.is_cuda else adam8bit_torch
+    run = adam8bit_triton if runs_kernels(param) else adam8bit_torch
     run(
         param,
         grad,
@@ -116,7 +114,7 @@ def adam8bit_(
         eps=eps,
         weight_decay=weight_decay,
         spans=spans,
-        format=format,
+        compat=compat,
         skip=skip,
         low=low,
     )
@@ -141,7 +139,7 @@ def adam8bit_torch(
     eps: float,
     weight_decay: float,
     spans: Spans,
-    format: str,
+    compat: str,
     skip: Tensor | None = None,
     low: Tensor | None = None,
 ) -> None:
@@ -156,7 +154,7 @@ def adam8bit_torch(
         rate=rate / (1 - betas[0] ** t),
         unbias=math.sqrt(1 - betas[1] ** t),
         eps=eps,
-        q8=format == "q8",
+        q8=compat == "none",
     )
     block = 0
     for start, stop in spans:
@@ -195,25 +193,17 @@ def _blocks(flat: Tensor, zero: int) -> Tensor:
 def _step_blocks(
     param: Tensor, grad: Tensor, avg: Tensor, avg_sq: Tensor, avg_scale: Tensor, avg_sq_scale: Tensor, by: _Numbers
 ) -> None:
-    m = decode(avg.view(-1), signed=True).view(param.shape).mul_(avg_scale[:, None])
-    v = decode(avg_sq.view(-1), signed=False).view(param.shape).mul_(avg_sq_scale[:, None])
-    m.lerp_(grad, 1 - by.beta1)
-    v = (v.square_() if by.q8 else v).mul_(by.beta2).addcmul_(grad, grad, value=1 - by.beta2)
+    shape, flat = param.shape, grad.reshape(-1)
+    m = dequantize(avg.view(-1), avg_scale, signed=True).lerp_(flat, 1 - by.beta1)
+    v = dequantize(avg_sq.view(-1), avg_sq_scale, signed=False)
+    v = (v.square_() if by.q8 else v).lerp_(flat.square(), 1 - by.beta2)
     root = v.sqrt()
-    param.mul_(by.decay).addcdiv_(m, (root / by.unbias).add_(by.eps), value=-by.rate)
-    low, high = m.aminmax(dim=1)
-    largest = torch.where(high >= -low, high, low) if by.q8 else torch.maximum(high, -low)
-    _code(m, largest, avg, avg_scale, signed=True)
-    kept = root if by.q8 else v
-    _code(kept, kept.amax(dim=1), avg_sq, avg_sq_scale, signed=False)
-    if by.q8:
-        avg_sq.clamp_(min=(kept > 0).to(torch.uint8))
-
-
-def _code(x: Tensor, largest: Tensor, codes: Tensor, scale: Tensor, *, signed: bool) -> None:
-    scale.copy_(torch.where(largest.abs() < TINY, 0, largest))
-    relative = x / torch.where(scale == 0, 1, scale)[:, None]
-    codes.copy_(encode(relative.view(-1), signed).view(codes.shape))
+    param.mul_(by.decay).addcdiv_(m.view(shape), (root / by.unbias).add_(by.eps).view(shape), value=-by.rate)
+    least = 0.0 if by.q8 else LEAST_SCALE
+    coded = quantize(m, signed=True, signed_scale=by.q8, least=least)
+    coded_sq = quantize(root if by.q8 else v, signed=False, floor=by.q8, least=least)
+    for target, value in zip((avg, avg_scale, avg_sq, avg_sq_scale), (*coded, *coded_sq), strict=True):
+        target.copy_(value.view(target.shape))
 
 
 def adam8bit_triton(
@@ -227,7 +217,7 @@ def adam8bit_triton(
     eps: float,
     weight_decay: float,
     spans: Spans,
-    format: str,
+    compat: str,
     skip: Tensor | None = None,
     low: Tensor | None = None,
 ) -> None:
@@ -248,9 +238,11 @@ def adam8bit_triton(
             *scalars(betas),
             float(eps),
             float(weight_decay),
-            Q8=format == "q8",
+            Q8=compat == "none",
+            ALIGN=math.gcd(16, *(edge for span in spans for edge in span)),
             ZERO=ZERO,
             TINY=TINY,
+            LEAST=LEAST_SCALE if compat == "bnb" else 0.0,
             ROWS=ROWS,
             BLOCK=BLOCK,
             enable_fp_fusion=False,
@@ -289,15 +281,17 @@ def _adam8bit(
     eps,
     weight_decay,
     Q8: tl.constexpr,
+    ALIGN: tl.constexpr,
     ZERO: tl.constexpr,
     TINY: tl.constexpr,
+    LEAST: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     exists = row < blocks if skip is None else row < tl.where(tl.load(skip) > 0, 0, blocks)
-    start = tl.load(edges + row, exists, 0)
-    stop = tl.load(edges + (blocks + row), exists, 0)
+    start = tl.multiple_of(tl.load(edges + row, exists, 0), [ALIGN])
+    stop = tl.multiple_of(tl.load(edges + (blocks + row), exists, 0), [ALIGN])
     at = start[:, None] + tl.arange(0, BLOCK)[None, :]
     inside = at < stop[:, None]
     p, g = tl.load(param + at, inside, 0.0), tl.load(grad + at, inside, 0.0)
@@ -306,7 +300,7 @@ def _adam8bit(
     m = lerp(m, g, gain1)
     if Q8:
         v = v * v
-    v = beta2 * v + gain2 * g * g
+    v = lerp(v, g * g, gain2)
     p = stepped(p, m, v, step, lr, lr_at, log_beta1, log_beta2, eps, weight_decay)
     tl.store(param + at, p, inside)
     if low is not None:
@@ -318,14 +312,22 @@ def _adam8bit(
     else:
         scale = tl.maximum(high, -lowest)
     # Maxima pass over a NaN; the sum does not, so that it shows in the scale, as in the twin.
-    scale = tl.where(tl.abs(scale) < TINY, 0.0, scale) + tl.sum(m * 0.0, axis=1)
+    scale = settled(scale, LEAST, TINY) + tl.sum(m * 0.0, axis=1)
     codes = encoded(tl.div_rn(m, tl.where(scale == 0.0, 1.0, scale)[:, None]), table + 256, True)
     tl.store(avg + at, codes.to(tl.uint8), inside)
     tl.store(avg_scale + row, scale, exists)
-    scale = tl.max(v, axis=1)
-    scale = tl.where(scale < TINY, 0.0, scale)
+    scale = settled(tl.max(v, axis=1), LEAST, TINY)
     codes = encoded(tl.div_rn(v, tl.where(scale == 0.0, 1.0, scale)[:, None]), table + 3 * 256, False)
     if Q8:
         codes = tl.maximum(codes, (v > 0).to(tl.int32))
     tl.store(avg_sq + at, codes.to(tl.uint8), inside)
     tl.store(avg_sq_scale + row, scale, exists)
+
+
+@jit
+def settled(scale, LEAST: tl.constexpr, TINY: tl.constexpr):
+    """A scale that is at least ``LEAST``; without one, zero where it is below ``TINY``."""
+    if LEAST > 0.0:
+        return tl.maximum(scale, LEAST)
+    else:
+        return tl.where(tl.abs(scale) < TINY, 0.0, scale)

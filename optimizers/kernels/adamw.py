@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from optimizers.kernels.language import jit, tl
+from optimizers.kernels.language import jit, runs_kernels, tl
 from optimizers.kernels.momentum import lerp
 from optimizers.kernels.operand import FLOAT32, FLOATS, expect
 
@@ -63,7 +63,7 @@ def adamw_(
         skip=(skip, (), FLOAT32),
         low=(low, param.shape, FLOATS),
     )
-    run = adamw_triton if param.is_cuda else adamw_torch
+    run = adamw_triton if runs_kernels(param) else adamw_torch
     run(
         param,
         grad,

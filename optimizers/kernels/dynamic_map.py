@@ -1,4 +1,4 @@
-"""The dynamic map: 256 numbers in [-1, 1] or [0, 1] that are dense where Adam's moments are, and the nearest one.
+"""The dynamic map in a kernel: what ``optimizers.quantize`` does by tables, with a search by arithmetic.
 
 Every decade from 1e-7 to 1 is cut into twice as many intervals as the one below, whose centres are the numbers (arXiv
 2110.02861, section 2.2, figure 2)::
@@ -8,8 +8,7 @@ Every decade from 1e-7 to 1 is cut into twice as many intervals as the one below
     unsigned    code 0     1..2         3..6         7..14     127..254    255
                 0       3.3, 7.8e-7   2.1e-6..     1.6e-5..    0.104..     1.0
 
-Rounding is to the nearest number, half-way downwards, and exact: a first guess by arithmetic, or by a table of the
-leading bits, is at most one off, and one comparison with the true edge settles it.
+The guess of the arithmetic is at most one off, and the true edges beside it settle that.
 """
 
 from __future__ import annotations
@@ -20,65 +19,21 @@ import torch
 from torch import Tensor
 
 from optimizers.kernels.language import jit, tl
+from optimizers.quantize import dynamic_map
 
-DECADES = 7  # bits of the exponent: bitsandbytes 0.50.2 functional.py create_dynamic_map, max_exponent_bits
 ZERO = 127  # code of zero in the signed map; in the unsigned one it is 0
-# Leading bits of a float32 that choose a cell of the twin's table: sign, exponent and nine bits of the fraction. The
-# narrowest interval, 0.7 % wide, is three cells, so that a cell never has two edges.
-LEADING = 18
-
-
-@functools.cache
-def codebook(signed: bool) -> Tensor:
-    """Returns the numbers of the map, (256,) float32, ascending, on CPU; the same bits as bitsandbytes and torchao."""
-    numbers = [torch.tensor([0.0, 1.0])]
-    for decade in range(DECADES):
-        edges = torch.linspace(0.1, 1, (1 if signed else 2) * 2**decade + 1)
-        centres = 10 ** (decade - DECADES + 1) * ((edges[:-1] + edges[1:]) / 2)
-        numbers += [centres, -centres] if signed else [centres]
-    return torch.cat(numbers).sort().values
-
-
-@functools.cache
-def edges_of(signed: bool) -> Tensor:
-    """Returns the upper edge of each code, (256,) float32: half-way to the next number, infinite for the last."""
-    numbers = codebook(signed).double()
-    return torch.cat([((numbers[1:] + numbers[:-1]) / 2).float(), torch.tensor([torch.inf])])
 
 
 @functools.cache
 def tables(device: torch.device) -> Tensor:
-    """Returns what the kernels read, (4, 256) float32: numbers and edges of the signed map, then of the unsigned."""
-    rows = [table(signed) for signed in (True, False) for table in (codebook, edges_of)]
-    return torch.stack(rows).to(device)
+    """Returns what the kernels read, (4, 256) float32: numbers and ends of the signed map, then of the unsigned.
 
-
-@functools.cache
-def _cells(signed: bool) -> Tensor:
-    """The code of the lowest number of each cell of leading bits, (2**LEADING,) int32."""
-    bits = torch.arange(2**LEADING, dtype=torch.int64) << (32 - LEADING)
-    negative = bits >= 2**31
-    lowest = torch.where(negative, bits + (1 << (32 - LEADING)) - 1 - 2**32, bits).int().view(torch.float32)
-    return torch.bucketize(lowest.nan_to_num(), edges_of(signed)).clamp(max=255).int()
-
-
-def decode(codes: Tensor, signed: bool) -> Tensor:
-    """Returns the numbers of ``codes``, (n,) uint8, as (n,) float32, on CPU."""
-    return codebook(signed).index_select(0, codes.int())
-
-
-def encode(x: Tensor, signed: bool) -> Tensor:
-    """Returns the codes of the nearest numbers, (n,) uint8, on CPU.
-
-    Args:
-        x: (n,) float32 in [-1, 1], or [0, 1].
-        signed: Which map.
+    A code ends half-way to the next number, the last one never.
     """
-    cell = x.view(torch.int32) >> (32 - LEADING)
-    cell &= 2**LEADING - 1
-    code = _cells(signed).index_select(0, cell)
-    code += x > edges_of(signed).index_select(0, code)
-    return code.to(torch.uint8)
+    rows = []
+    for values in (dynamic_map(True), dynamic_map(False)):
+        rows += [values, torch.cat([(values[:-1] + values[1:]) / 2, torch.tensor([torch.inf])])]
+    return torch.stack(rows).to(device)
 
 
 @jit
@@ -89,7 +44,7 @@ def decoded(codes, numbers):
 
 @jit
 def encoded(x, edges, SIGNED: tl.constexpr):
-    """The codes of the nearest numbers, int32.
+    """The codes of the nearest numbers, int32, the larger one where two are equally near.
 
     The decade says where its codes begin and how many they are, the place in the decade which of them.
     """
@@ -109,6 +64,6 @@ def encoded(x, edges, SIGNED: tl.constexpr):
         code = tl.where(x < 0, 127.0 - count - place, 127.0 + count + place).to(tl.int32)
     else:
         code = (count - 1.0 + place).to(tl.int32)
-    code += (x > tl.load(edges + code.to(tl.int64))).to(tl.int32)
+    code += (x >= tl.load(edges + code.to(tl.int64))).to(tl.int32)
     below = tl.maximum(code - 1, 0)
-    return code - ((x <= tl.load(edges + below.to(tl.int64))) & (code > 0)).to(tl.int32)
+    return code - ((x < tl.load(edges + below.to(tl.int64))) & (code > 0)).to(tl.int32)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from optimizers.kernels.language import jit, tl
+from optimizers.kernels.language import jit, runs_kernels, tl
 from optimizers.kernels.operand import FLOATS, expect
 
 # Rows and columns of a tile, elements of a sum's stage, warps, stages in flight. 16-bit: the tile that fills the matrix
@@ -30,7 +30,7 @@ def gram(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
     """Returns ``x x^T`` of a matrix or of each of a batch.
 
     Args:
-        x: (m, n) or (B, m, n) bfloat16, float16 or float32, contiguous.
+        x: (m, n) or (B, m, n) bfloat16, float16 or float32, contiguous; float64 has no kernel.
         dtype: The result is rounded to its numbers, once; it keeps the dtype of ``x``. None for that of ``x``.
 
     Returns:
@@ -40,7 +40,7 @@ def gram(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
         ValueError: If ``x`` does not fit.
     """
     _check("gram", x)
-    return gram_triton(x) if x.is_cuda else gram_torch(x, dtype=dtype)
+    return gram_triton(x) if runs_kernels(x) and x.dtype in TILES else gram_torch(x, dtype=dtype)
 
 
 def gram_torch(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
@@ -68,7 +68,7 @@ def polynomial(a: Tensor, *, linear: float, square: float, dtype: torch.dtype | 
     _check("polynomial", a)
     if a.size(-1) != a.size(-2):
         raise ValueError(f"polynomial: expected square matrices, got shape {tuple(a.shape)}")
-    if a.is_cuda:
+    if runs_kernels(a) and a.dtype in TILES:
         return polynomial_triton(a, linear=linear, square=square)
     return polynomial_torch(a, linear=linear, square=square, dtype=dtype)
 
@@ -92,7 +92,7 @@ def rounded(x: Tensor, dtype: torch.dtype | None) -> Tensor:
 def _check(kernel: str, x: Tensor) -> None:
     if x.ndim not in (2, 3):
         raise ValueError(f"{kernel}: expected shape (m, n) or (B, m, n), got {tuple(x.shape)}")
-    expect(kernel, x=(x, x.shape, FLOATS))
+    expect(kernel, x=(x, x.shape, (*FLOATS, torch.float64)))
 
 
 def _launch(x: Tensor, linear: float, square: float) -> Tensor:
@@ -165,14 +165,19 @@ def symmetric_tile(x, i, j, rows, cols, stride, BLOCK: tl.constexpr, BLOCK_K: tl
 
 @jit
 def store_symmetric(x, out, total, i, j, rows, stride, linear, square, BLOCK: tl.constexpr):
-    """Stores ``square total + linear x`` at tile (i, j) of ``out`` and, transposed, at (j, i)."""
+    """Stores ``square total + linear x`` at tile (i, j) of ``out`` and, transposed, at (j, i).
+
+    ``x`` and ``out`` have ``stride`` >= ``rows`` elements from row to row, and columns as many.
+    """
     r = i.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     c = j.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = (r[:, None] < rows) & (c[None, :] < rows)
+    inside = (r[:, None] < rows) & (c[None, :] < stride)
     if linear != 0.0:
         total = square * total + linear * tl.load(x + r[:, None] * stride + c[None, :], inside, 0.0).to(tl.float32)
     total = total.to(out.dtype.element_ty)
-    # On the diagonal the upper half is stored and mirrored: the result is symmetric to the bit.
-    tl.store(out + r[:, None] * stride + c[None, :], total, inside & (r[:, None] <= c[None, :]))
-    mirror = (c[:, None] < rows) & (r[None, :] < rows) & (c[:, None] > r[None, :])
-    tl.store(out + c[:, None] * stride + r[None, :], tl.trans(total), mirror)
+    mirror = tl.trans(total)
+    if i == j:  # its lower half is the mirror of its upper one: the result is symmetric to the bit
+        total = tl.where(r[:, None] <= c[None, :], total, mirror)
+    tl.store(out + r[:, None] * stride + c[None, :], total, inside)
+    below = tl.where(i == j, 0, rows)
+    tl.store(out + c[:, None] * stride + r[None, :], mirror, (c[:, None] < below) & (r[None, :] < stride))

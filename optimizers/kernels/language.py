@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
+
 jit: Callable[[Callable[..., Any]], Any]
 try:
     import triton
@@ -19,4 +21,9 @@ except ImportError:  # no wheel for this platform
         return kernel
 
 
-__all__ = ["jit", "tl"]
+def runs_kernels(tensor: Tensor) -> bool:
+    """Returns whether kernels run where ``tensor`` is: on a GPU that Triton has code for."""
+    return tl is not None and tensor.is_cuda
+
+
+__all__ = ["jit", "runs_kernels", "tl"]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from optimizers.kernels.language import jit, tl
+from optimizers.kernels.language import jit, runs_kernels, tl
 from optimizers.kernels.operand import FLOAT32, FLOATS, expect
 
 # Elements of a program: eight for each of four warps' threads, two 16-byte loads of float32.
@@ -42,7 +42,7 @@ def momentum_(
         out=(out, momentum.shape, FLOATS),
         skip=(skip, (), FLOAT32),
     )
-    run = momentum_triton if momentum.is_cuda else momentum_torch
+    run = momentum_triton if runs_kernels(momentum) else momentum_torch
     run(momentum, grad, out, decay=decay, nesterov=nesterov, skip=skip)
 
 

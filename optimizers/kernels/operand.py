@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 FLOAT32 = (torch.float32,)
-SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from optimizers.kernels.gram import TILES, rounded
-from optimizers.kernels.language import jit, tl
+from optimizers.kernels.language import jit, runs_kernels, tl
 from optimizers.kernels.operand import FLOATS, expect
 
 # Rows of tiles that share a column of tiles in cache; the usual number of Triton's matrix multiplication tutorial.
@@ -17,7 +17,7 @@ def shifted_product(p: Tensor, x: Tensor, *, shift: float, dtype: torch.dtype | 
     """Returns ``shift x + p x``, summed in float32 and rounded once.
 
     Args:
-        p: (m, m) or (B, m, m) bfloat16, float16 or float32, contiguous.
+        p: (m, m) or (B, m, m) bfloat16, float16 or float32, contiguous; float64 has no kernel.
         x: (m, n) or (B, m, n) of the same dtype, contiguous.
         shift: Factor of ``x``.
         dtype: The result is rounded to its numbers; it keeps the dtype of ``x``. None for that of ``x``.
@@ -27,8 +27,8 @@ def shifted_product(p: Tensor, x: Tensor, *, shift: float, dtype: torch.dtype | 
     """
     if x.ndim not in (2, 3):
         raise ValueError(f"shifted_product: expected x of shape (m, n) or (B, m, n), got {tuple(x.shape)}")
-    expect("shifted_product", x=(x, x.shape, FLOATS), p=(p, (*x.shape[:-1], x.size(-2)), (x.dtype,)))
-    if x.is_cuda:
+    expect("shifted_product", x=(x, x.shape, (*FLOATS, torch.float64)), p=(p, (*x.shape[:-1], x.size(-2)), (x.dtype,)))
+    if runs_kernels(x) and x.dtype in TILES:
         return shifted_product_triton(p, x, shift=shift)
     return shifted_product_torch(p, x, shift=shift, dtype=dtype)
 
@@ -96,13 +96,16 @@ def _shifted_product(
 
 @jit
 def shifted_tile(p, x, i, j, rows, cols, stride_p, stride_x, shift, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Tile (i, j) of ``shift x + p x`` in float32; strides from row to row in elements, all sizes are int64."""
+    """Tile (i, j) of ``shift x + p x`` in float32; strides from row to row in elements, all sizes are int64.
+
+    Columns of ``p`` from ``rows`` to ``stride_p`` are zero.
+    """
     r = i.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     c = j.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
     for start in range(0, rows, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K).to(tl.int64)
-        left = tl.load(p + r[:, None] * stride_p + k[None, :], (r[:, None] < rows) & (k[None, :] < rows), 0.0)
+        left = tl.load(p + r[:, None] * stride_p + k[None, :], (r[:, None] < rows) & (k[None, :] < stride_p), 0.0)
         right = tl.load(x + k[:, None] * stride_x + c[None, :], (k[:, None] < rows) & (c[None, :] < cols), 0.0)
         total = tl.dot(left, right, total, input_precision="ieee")
     inside = (r[:, None] < rows) & (c[None, :] < cols)

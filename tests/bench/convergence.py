@@ -160,8 +160,12 @@ def steps_to(curve: list[list[float]], loss: float) -> float:
 
 def results(runs: Runs, names: list[str]) -> dict[str, list[dict[str, Any]]]:
     """Returns the three seeds at the best learning rate of each rule."""
-    best = {name: min(grid := runs.grid(name), key=lambda lr, grid=grid: _loss(grid[lr])) for name in names}
-    return {name: [runs.get(name, best[name], seed) for seed in SEEDS] for name in names}
+    found = {}
+    for name in names:
+        grid = runs.grid(name)
+        best = min(grid, key=lambda lr: _loss(grid[lr]))  # noqa: B023 (called at once)
+        found[name] = [runs.get(name, best, seed) for seed in SEEDS]
+    return found
 
 
 def show(found: dict[str, list[dict[str, Any]]]) -> None:

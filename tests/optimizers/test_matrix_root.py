@@ -22,13 +22,14 @@ def exact(a: Tensor, p: int, damping: float) -> Tensor:
     return vectors * (values + damping * values.max()) ** (-1 / p) @ vectors.mT
 
 
+@pytest.mark.parametrize("method", matrix_root.ROOTS)
 @pytest.mark.parametrize("p", [1, 2, 4])
 @pytest.mark.parametrize(
     ("condition", "damping", "error"), [(1e3, 1e-6, 1e-4), (1e10, 1e-6, 5e-2), (1e10, 1e-5, 1e-2), (1e10, 1e-4, 1e-3)]
 )
-def test_the_root_of_a_damped_matrix(p: int, condition: float, damping: float, error: float) -> None:
+def test_the_root_of_a_damped_matrix(p: int, method: str, condition: float, damping: float, error: float) -> None:
     a = spectrum(96, condition)
-    root, good = inverse_root(a.float()[None], p, damping=damping)
+    root, good = inverse_root(a.float()[None], p, damping=damping, method=method)
     expected = exact(a, p, damping)
     # The largest eigenvalue is estimated, so the damping differs by a few percent, and with it the root's largest part.
     assert bool(good) and float((root[0] - expected).norm() / expected.norm()) < error + 0.03
@@ -39,6 +40,7 @@ def test_newton_is_as_near_as_eigenvalues() -> None:
     root, error = coupled_newton(a.float(), 4)
     expected = exact(a[0], 4, 0.0)
     assert error.item() < 1e-2 and float((root[0] - expected).norm() / expected.norm()) < 3e-3
+    assert float((eigen_root(a, 4)[0] - expected).norm() / expected.norm()) < 1e-9
     assert float((eigen_root(a.float(), 4)[0] - expected).norm() / expected.norm()) < 3e-2
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from optimizers import Shampoo, matrix_root
-from optimizers import shampoo as module
 
 
 def gaussian(*shape: int, seed: int = 0) -> Tensor:
@@ -52,19 +52,20 @@ def test_the_direction_is_between_fourth_roots(over: Callable[..., Any], distanc
 
 
 def test_eigenvalues_give_the_path_of_newton(
-    over: Callable[..., Any], distance: Callable[..., float], monkeypatch: Any
+    over: Callable[..., Any], distance: Callable[..., float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def by_eigenvalues(a: Tensor, p: int, *, damping: float) -> tuple[Tensor, Tensor]:
-        return matrix_root.eigen_root(matrix_root._damped(a, damping), p), torch.ones(len(a), dtype=torch.bool)
+    """To 1e-3 in float64; in float32 they are less exact, here where factors have no full rank."""
 
-    paths = []
-    for root in (matrix_root.inverse_root, by_eigenvalues):
-        monkeypatch.setattr(module, "inverse_root", root)
-        ours = over(Shampoo(lr=0.1, refresh=2), torch.zeros(24, 16))
+    def path(root: str) -> Tensor:
+        ours = over(Shampoo(lr=0.1, refresh=2, root=root), torch.zeros(24, 16))
         for step in range(6):
             ours.step([gaussian(24, 16, seed=step)])
-        paths.append(ours.params[0].detach())
-    assert distance(*paths) <= 1e-3
+        return ours.params[0].detach()
+
+    newton, eigen = path("newton"), path("eigen")
+    real = matrix_root.eigen_root
+    monkeypatch.setattr(matrix_root, "eigen_root", lambda a, p: real(a.double(), p).to(a.dtype))
+    assert distance(path("eigen"), newton) <= 1e-3 and distance(eigen, newton) <= 1e-2
 
 
 def test_grafting_gives_each_block_the_size_of_adams_step(over: Callable[..., Any]) -> None:

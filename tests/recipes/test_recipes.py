@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,21 @@ import torch
 from omegaconf import OmegaConf
 
 import recipes
-from vescale.train import compose, prepare
+from vescale.tracking import read_metrics
+from vescale.train import compose, describe, prepare
 
 FOLDER = Path(recipes.__file__).parent
 NAMES = sorted(path.stem for path in (FOLDER / "recipe").glob("*.yaml"))
-PARAMETERS = {  # transformers' count of Llama-3.1-8B and 70B
+PARAMETERS = {  # transformers' count of every published model; of DeepSeek-V3 without its prediction layer
     "llama_debug": 1_066_368,
     "llama8b": 8_030_261_248,
     "llama70b": 70_553_706_496,
+    "llama405b": 405_853_388_800,
+    "qwen3_30b_a3b": 30_532_122_624,
+    "mixtral_8x7b": 46_702_792_704,
+    "gptoss_120b": 116_829_156_672,
+    "deepseek_v3": 671_026_404_352,
+    "moe_debug": 3_858_112,
 }
 RULES = {"muon": "Muon", "adamw": "AdamW", "adam8bit": "Adam8bit", "shampoo": "Shampoo", "soap": "SOAP"}
 
@@ -38,11 +46,85 @@ def test_a_recipe_is_the_model_it_says(name: str, tmp_path: Path, monkeypatch: p
     assert rules == {RULES[optimizer], "AdamW"}
 
 
+# Published, in billions: the model cards and papers that recipes/model/*.yaml name.
+PUBLISHED = {
+    "llama405b": (405, 405),
+    "qwen3_30b_a3b": (30.5, 3.3),
+    "mixtral_8x7b": (47, 13),
+    "gptoss_120b": (116.8, 5.1 + 0.6),  # counted there without the embedding
+    "deepseek_v3": (671, 37),
+}
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.rpartition("_")[0] in PUBLISHED])
+def test_published_models_have_as_many_active_parameters(name: str) -> None:
+    config = prepare(compose([f"recipe={name}"])).model_config
+    total, active = PUBLISHED[name.rpartition("_")[0]]
+    # As published, in units of its last digit.
+    assert math.floor(config.num_parameters() / 1e8) / 10 == pytest.approx(total, abs=0.95)
+    assert config.num_active_parameters() / 1e9 == pytest.approx(active, abs=0.95)
+
+
+# What is small of a model: every field that a recipe has.
+TINY = {
+    "vocab_size": 320, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
+    "num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2,
+    "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 12, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4, "v_head_dim": 8, "sliding_window": 5, "loss_chunk_size": 16,
+}  # fmt: skip
+
+
+def _tiny(name: str, run_dir: str) -> list[str]:
+    """The recipe's command line for two steps of a tiny copy of its model."""
+    model = compose([f"recipe={name}"])["model"]
+    words = [f"model.{key}={value}" for key, value in TINY.items() if key in model]
+    words += ["data=shakespeare", "data.seq_len=16", "trainer=debug", "trainer.steps=2", "trainer.global_batch=4"]
+    words += ["trainer.eval_sequences=4", "trainer.log_every=1", "trainer.device=cpu", "tracking.mode=disabled"]
+    sparse = ["parallelism.ep=2"] if "num_experts_per_tok" in model else []
+    return [f"recipe={name}", f"run_dir={run_dir}", *words, *sparse]
+
+
+def _train_tiny(name: str, run_dir: str) -> float:
+    trainer = prepare(compose(_tiny(name, run_dir)))
+    trainer.check(2)
+    return trainer.run()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_tiny_copy_trains_on_two_ranks_with_its_experts_dealt(name: str, tmp_path: Path, pool: Any) -> None:
+    first, second = pool(2).run(_train_tiny, name, str(tmp_path / "run"))
+    assert first == second and 0 < first < 6.5  # log(320) is 5.77
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    loads = [value for row in rows for key, value in row.items() if key.startswith("expert_load/")]
+    sparse = "num_experts_per_tok" in compose([f"recipe={name}"])["model"]
+    assert bool(loads) == sparse and all(1 <= load <= 8 for load in loads)
+
+
+@pytest.mark.parametrize("world", [8, 64, 1024])
+@pytest.mark.parametrize("name", [name for name in NAMES if "debug" not in name])
+def test_a_recipe_plans(name: str, world: int) -> None:
+    """Every kind of layer once: as many layers as the dense ones and one more; the rest have the same plans."""
+    layers = 4 if "deepseek" in name else 1
+    words = [f"recipe={name}", f"model.num_hidden_layers={layers}", f"trainer.global_batch={world}"]
+    text = describe(prepare(compose(words)), world)
+    assert f"{world} ranks" in text and "padding" in text
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_recipe_sets_nothing_below_another_choice(name: str) -> None:
     """A number below `optimizer` in a recipe would outlive `optimizer=...` on the command line."""
     keys = set(OmegaConf.load(FOLDER / "recipe" / f"{name}.yaml"))
     assert keys <= {"defaults"}
+
+
+@pytest.mark.parametrize("optimizer", [name for name in RULES if name != "adamw"])
+def test_embeddings_and_the_head_have_adams_float32_moments_and_their_own_rate(optimizer: str) -> None:
+    trainer = prepare(compose(["recipe=llama_debug_muon", f"optimizer={optimizer}"]))
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        group = trainer.rules.groups[trainer.rules.group_of(name)]
+        assert type(group.rule).__name__ == "AdamW" and group.rule.lr > 0
+    assert trainer.rules.group_of("model.norm.weight") == "norms"
 
 
 def test_large_models_train_in_bfloat16_and_reduce_in_float32() -> None:
@@ -59,7 +141,11 @@ def _targets(node: Any, where: str) -> Iterator[tuple[str, str, set[str]]]:
         yield where, node["_target_"], {*node} - {"_target_"}
 
 
-@pytest.mark.parametrize("argv", [[f"recipe=llama_debug_{name}"] for name in RULES] + [["recipe=llama70b_muon"]])
+MODELS = sorted(path.stem for path in (FOLDER / "model").glob("*.yaml"))
+CHOICES = [[f"recipe=llama_debug_{name}"] for name in RULES] + [[f"model={name}"] for name in MODELS]
+
+
+@pytest.mark.parametrize("argv", CHOICES)
 def test_every_field_can_be_set_without_a_plus(argv: list[str]) -> None:
     config = compose(argv)
     seen = set()
@@ -68,5 +154,5 @@ def test_every_field_can_be_set_without_a_plus(argv: list[str]) -> None:
         fields = {f.name for f in dataclasses.fields(getattr(importlib.import_module(module), name))}
         assert keys == fields, where
         seen.add(name)
-    parts = {"LlamaConfig", "TextData", "ParallelismConfig", "TrainerConfig", "Tracking"}
+    parts = {"TextData", "ParallelismConfig", "TrainerConfig", "Tracking"}
     assert parts | {"AdamW", "WarmupCosine"} <= seen

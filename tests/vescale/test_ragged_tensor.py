@@ -163,3 +163,102 @@ def test_torchs_distributed_checkpoint_moves_between_world_sizes(pool, tmp_path:
     torch.manual_seed(1)
     whole = torch.randn(SHAPE)
     assert all(torch.equal(result, whole) for result in pool(loaded).run(_load, str(tmp_path)))
+
+
+def _second_axis() -> None:
+    """RaggedShard on the first axis of a (2, 2) mesh, Shard(0) or Shard(1) on the second, which cuts first."""
+    from vescale import RaggedShard, RaggedTensor, clip_grad_norm_, distribute, from_local, redistribute
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    for shape, dim in (((6, 4), 0), ((6, 4), 1), ((5, 3), 0), ((3, 5), 1), ((4, 3, 6), 2)):  # uneven ones too (T-U3)
+        torch.manual_seed(1)
+        whole = torch.randn(shape)
+        part = whole.chunk(2, dim)[mesh.get_local_rank("tp")]
+        for first in (0, 5, part.numel()):
+            placement = RaggedShard.of_slot(part.shape, offset=100 - first, shard_size=100, num_ranks=2)
+            ragged = distribute(whole, mesh, [placement, Shard(dim)])
+            run = slice(0, first) if mesh.get_local_rank("dp") == 0 else slice(first, None)
+            assert torch.equal(ragged.to_local(), part.reshape(-1)[run]) and ragged.shape == whole.shape
+            assert torch.equal(ragged.full_tensor(), whole)
+            inner = redistribute(ragged, [Replicate(), Shard(dim)])
+            assert not isinstance(inner, RaggedTensor) and torch.equal(inner.to_local(), part)
+            assert torch.equal(redistribute(inner, [placement, Shard(dim)]).to_local(), ragged.to_local())
+            assert torch.equal(ragged.redistribute(placements=[Replicate(), Replicate()]).to_local(), whole)
+            other = RaggedShard.of_slot(part.shape, offset=1, shard_size=part.numel(), num_ranks=2)
+            assert torch.equal(redistribute(ragged, [other, Shard(dim)]).full_tensor(), whole)
+            partial = DTensor.from_local(part * (mesh.get_local_rank("dp") + 1), mesh, [Partial(), Shard(dim)],
+                                         run_check=False, shape=whole.shape, stride=whole.stride())  # fmt: skip
+            torch.testing.assert_close(redistribute(partial, [placement, Shard(dim)]).full_tensor(), whole * 3)
+            for reduce in (torch.max, torch.min, torch.sum, torch.mean, torch.linalg.vector_norm):
+                torch.testing.assert_close(reduce(ragged), reduce(whole))
+            torch.manual_seed(9)
+            drawn = torch.empty_like(ragged).normal_().full_tensor()
+            torch.manual_seed(9)
+            assert torch.equal(drawn, torch.empty(shape).normal_())
+            leaf = ragged.detach().requires_grad_()
+            (leaf.full_tensor() * whole).sum().backward()
+            assert torch.equal(leaf.grad.full_tensor(), whole)
+            norm = clip_grad_norm_([leaf], 1.0)
+            torch.testing.assert_close(norm, torch.linalg.vector_norm(whole))
+            torch.testing.assert_close(leaf.grad.full_tensor(), whole / (norm + 1e-6))
+            boxes = leaf.__create_chunk_list__()
+            assert sum(box.sizes.numel() for box in boxes) == leaf.to_local().numel()
+            for box in boxes:
+                index = tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))
+                assert torch.equal(ragged.__get_tensor_shard__(_at(box.offsets)), whole[index])
+            assert torch.equal(torch._foreach_add([ragged], [ragged])[0].full_tensor(), whole * 2)
+    with pytest.raises(ValueError, match="units"):
+        from_local(torch.zeros(3), mesh, [RaggedShard((0,), (1, 1)), Shard(0)], shape=(6, 1))
+    with pytest.raises(NotImplementedError, match="one RaggedShard"):
+        distribute(torch.ones(4, 4), mesh, [RaggedShard((0,), (2, 2)), Partial()])
+
+
+def _at(offsets: torch.Size):
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+
+    return MetadataIndex("w", offsets)
+
+
+def test_a_second_mesh_axis_of_shard_cuts_first(pool) -> None:
+    pool(4).run(_second_axis)
+
+
+def _norms() -> None:
+    """Ragged, stock and plain gradients of three meshes and three dtypes, some runs empty: one complete scalar."""
+    from vescale import RaggedShard, clip_grad_norm_, distribute
+
+    world = dist.get_world_size()
+    one, two = init_device_mesh("cpu", (world,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(3)
+    whole = [torch.randn(6, 4), torch.randn(6, 4, dtype=torch.float64), torch.randn(8).bfloat16(), torch.randn(5),
+             torch.randn(7, 3), torch.randn(2, 2)]  # fmt: skip
+    last = [0] * (world - 1)
+    half = RaggedShard((0,), (1, 2))
+    sharded = [
+        distribute(whole[0], one, [RaggedShard((0,), (*last, 6))]),
+        distribute(whole[1], two, [half, Shard(0)]),
+        distribute(whole[2], two, [RaggedShard((0,), (0, 8)), Replicate()]),
+        whole[3].clone(),
+        torch.distributed.tensor.distribute_tensor(whole[4], one, [Shard(0)]),
+        torch.distributed.tensor.distribute_tensor(whole[5], two, [Replicate(), Shard(1)]),
+    ]
+    for p in (2.0, 1.0, 3.0, float("inf")):
+        params = [torch.nn.Parameter(torch.zeros_like(t)) for t in sharded]
+        for param, grad in zip(params, sharded, strict=True):
+            param.grad = grad.clone()
+        expected = torch.linalg.vector_norm(torch.cat([t.float().flatten() for t in whole]), p)
+        norm = clip_grad_norm_(params, 0.1, p)
+        assert type(norm) is torch.Tensor and norm.dtype is torch.float32 and norm.shape == ()
+        torch.testing.assert_close(norm, expected)
+        for param, t in zip(params, whole, strict=True):
+            clipped = param.grad.full_tensor() if hasattr(param.grad, "full_tensor") else param.grad
+            wanted = (t.float() * (0.1 / (expected + 1e-6))).to(t.dtype)
+            torch.testing.assert_close(clipped, wanted, rtol=1e-2 if t.dtype is torch.bfloat16 else 1e-5, atol=1e-6)
+    partial = torch.nn.Parameter(DTensor.from_local(torch.ones(2), one, [Replicate()], run_check=False))
+    partial.grad = DTensor.from_local(torch.ones(2), one, [Partial()], run_check=False)
+    with pytest.raises(ValueError, match="partial sum"):
+        clip_grad_norm_([partial], 1.0)
+
+
+def test_clipping_over_meshes_dtypes_and_empty_runs_is_complete(pool) -> None:
+    pool(4).run(_norms)

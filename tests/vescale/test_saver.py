@@ -170,28 +170,3 @@ def test_a_checkpoint_that_is_removed_stops_being_one_at_once(tmp_path: Path, mo
     monkeypatch.setattr(checkpoint.shutil, "rmtree", lambda *args, **options: None)  # a kill comes here
     checkpoint.remove(path)
     assert checkpoint.whole(tmp_path) == []
-
-
-def _dealt(root: Path) -> None:
-    """Two ranks of four hold the one half of the experts, two the other."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    from vescale import Optimizer, Rules, fully_shard
-
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
-    model = fully_shard(nn.Linear(5, 7, bias=False), mesh=mesh["efsdp"])
-    optimizer = Optimizer(model.named_parameters(), Rules(all=("*", AdamW())))
-    with torch.no_grad():
-        model.weight.fill_(dist.get_rank() % 2)
-    saver = Saver(root, keep=1)
-    saver.save(2, tensors=_tensors(model, optimizer), extra={})
-    saver.wait()
-    with torch.no_grad():
-        model.weight.fill_(9)
-    checkpoint.load(root / "step_00000002", model=model, optimizer=optimizer)
-    found = model.weight.full_tensor().unique().tolist()
-    assert found == [dist.get_rank() % 2], (found, checkpoint._dealt(model.weight), model.weight.device_mesh)
-
-
-def test_experts_that_are_dealt_over_ranks_are_saved_apart(pool: Any, tmp_path: Path) -> None:
-    pool(4).run(_dealt, tmp_path / "c")

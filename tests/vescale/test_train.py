@@ -81,7 +81,7 @@ def test_options_may_stand_anywhere() -> None:
     config = train.compose(["recipe=mine", "trainer.seed=1", folder, "data.seed=2"])
     assert (config["trainer"]["seed"], config["data"]["seed"]) == (1, 2)
     assert config["name"] == "mine,data.seed=2,trainer.seed=1"
-    with pytest.raises(ValueError, match="unknown recipe 'nope': choose from .*llama_debug_muon, mine"):
+    with pytest.raises(ValueError, match="unknown recipe 'nope': choose from .*llama_debug_muon, .*mine"):
         train.compose(["recipe=nope", "--config-dir", "mine"])
 
 
@@ -97,9 +97,9 @@ def test_a_model_without_a_tuned_number_asks_for_one() -> None:
     [
         (
             ["recipe=llama_debug_moun"],
-            "unknown recipe 'llama_debug_moun': choose from llama70b_muon, .* did you mean ll",
+            "unknown recipe 'llama_debug_moun': choose from .*llama70b_muon, .* did you mean ll",
         ),
-        (["optimizer=sgd"], "unknown optimizer 'sgd': choose from adamw, muon"),
+        (["optimizer=sgd"], "unknown optimizer 'sgd': choose from .*adamw, .*muon"),
         (["optimzer=adamw"], "unknown key 'optimzer': choose from .*did you mean optimizer?"),
         (
             ["optimizer.matrices.rule.lrr=1"],
@@ -229,7 +229,7 @@ def test_every_wrong_value_is_named_at_once() -> None:
         "a.nesterov: expected bool, got 1",
         "missing key 'trainer.schedule': TrainerConfig: it has no default",
         "trainer.steps: expected int, got 'many'",
-        "b._target_: no dataclass 'Moun' in optimizers: choose from AdamW, Constant, Linear, Muon",
+        "b._target_: no dataclass 'Moun' in optimizers: choose from ",
         "did you mean Muon?",
         "c._target_: no module 'no' to take 'no.Such' from",
     ):
@@ -244,7 +244,7 @@ def test_every_wrong_value_is_named_at_once() -> None:
 @pytest.mark.parametrize(
     ("argv", "line"),
     [
-        (["recipe=nope"], "unknown recipe 'nope': choose from llama70b_muon, llama8b_muon"),
+        (["recipe=nope"], "unknown recipe 'nope': choose from .*llama70b_muon, .*llama8b_muon"),
         (["model.hiden_size=1"], "unknown key 'model.hiden_size': choose from .* did you mean hidden_size?"),
         (["+seed=3"], "unknown key 'seed': choose from data, dry_run, model, name"),
         (["~optimizer"], "missing key 'optimizer'"),

@@ -21,6 +21,7 @@ from optimizers import AdamW, Constant, Linear, Muon
 from vescale.data import TextData
 from vescale.mesh import ParallelismConfig, pick_device, process_group
 from vescale.tracking import Tracking, read_metrics
+from vescale.train import describe
 from vescale.trainer import RunConfig, Trainer, TrainerConfig
 
 MODEL = LlamaConfig(
@@ -206,7 +207,7 @@ def test_parallelism_names_what_it_cannot_do() -> None:
 
 
 def _planned(run_dir: Path) -> tuple[str, str]:
-    dry = _trainer(run_dir).describe(dist.get_world_size())
+    dry = describe(_trainer(run_dir), dist.get_world_size())
     trainer = _trainer(run_dir)
     trainer.check(dist.get_world_size())
     trainer._start()

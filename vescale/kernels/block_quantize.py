@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vescale.kernels.language import jit, tl
+from vescale.kernels.language import jit, runs_kernels, tl
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 TINY = 1e-36  # a scale below it counts as zero: dividing by it would leave the range of float32
@@ -39,7 +39,7 @@ def quantize(x: Tensor, *, block: int, dtype: torch.dtype) -> tuple[Tensor, Tens
             f"quantize: expected a contiguous flat float32, bfloat16 or float16, got {tuple(x.shape)} {x.dtype} with "
             f"strides {x.stride()}"
         )
-    return (quantize_triton if x.is_cuda else quantize_torch)(x, block=block, dtype=dtype)
+    return (quantize_triton if runs_kernels(x) else quantize_torch)(x, block=block, dtype=dtype)
 
 
 def dequantize(codes: Tensor, scales: Tensor, *, block: int, out: Tensor) -> None:
@@ -63,7 +63,7 @@ def dequantize(codes: Tensor, scales: Tensor, *, block: int, out: Tensor) -> Non
             f"bfloat16 or float16, got {tuple(codes.shape)}, {tuple(scales.shape)} {scales.dtype} and "
             f"{tuple(out.shape)} {out.dtype}"
         )
-    (dequantize_triton if codes.is_cuda else dequantize_torch)(codes, scales, block=block, out=out)
+    (dequantize_triton if runs_kernels(codes) else dequantize_torch)(codes, scales, block=block, out=out)
 
 
 def quantize_torch(x: Tensor, *, block: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

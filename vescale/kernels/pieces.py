@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from vescale.kernels.language import jit, tl
+from vescale.kernels.language import jit, runs_kernels, tl
 
 CHUNK = 4096  # elements of a program: sixteen for each of eight warps' threads
 Move = tuple[int, int, int]
@@ -38,7 +38,7 @@ class Pieces:
     moves: tuple[Move, ...]  # without empty ones
     source_end: int  # elements that a source must have
     end: int  # elements that a destination must have
-    align: int  # of all offsets, in elements: how wide loads may be
+    align: int  # of all offsets and lengths, in elements: how wide loads may be
 
     def __init__(self, moves: Sequence[Move]) -> None:
         self.moves = tuple((source, to, size) for source, to, size in moves if size)
@@ -52,7 +52,7 @@ class Pieces:
             edge = to + size
         self.end = edge
         self.source_end = max((source + size for source, _, size in self.moves), default=0)
-        self.align = math.gcd(16, *(offset for move in self.moves for offset in move[:2]))
+        self.align = math.gcd(16, *(number for move in self.moves for number in move))
 
     @classmethod
     def within(cls, ranges: Sequence[tuple[int, int]]) -> Pieces:
@@ -76,7 +76,7 @@ class Pieces:
             ValueError: If a tensor does not fit.
         """
         self._check("copy", source, to, scaled=scale is not None)
-        (self.copy_triton if to.is_cuda else self.copy_torch)(source, to, scale=scale)
+        (self.copy_triton if runs_kernels(to) else self.copy_torch)(source, to, scale=scale)
 
     def copy_torch(self, source: Tensor, to: Tensor, *, scale: float | Tensor | None = None) -> None:
         """The twin of ``copy``."""
@@ -96,7 +96,7 @@ class Pieces:
     def scale_(self, x: Tensor, scale: float | Tensor) -> None:
         """Multiplies the pieces of ``x``, made by ``within``, in place."""
         self._check("scale_", x, x, scaled=True)
-        (self.copy_triton if x.is_cuda else self.copy_torch)(x, x, scale=scale)
+        (self.copy_triton if runs_kernels(x) else self.copy_torch)(x, x, scale=scale)
 
     def zero_(self, x: Tensor) -> None:
         """Zeroes what the moves write.
@@ -108,7 +108,7 @@ class Pieces:
             ValueError: If ``x`` does not fit.
         """
         self._check("zero_", None, x, scaled=False)
-        (self.zero_triton if x.is_cuda else self.zero_torch)(x)
+        (self.zero_triton if runs_kernels(x) else self.zero_torch)(x)
 
     def zero_torch(self, x: Tensor) -> None:
         """The twin of ``zero_``."""
@@ -131,7 +131,7 @@ class Pieces:
             ValueError: If ``x`` does not fit.
         """
         self._check("square_sums", x, None, scaled=True)
-        return self.square_sums_triton(x) if x.is_cuda else self.square_sums_torch(x)
+        return self.square_sums_triton(x) if runs_kernels(x) else self.square_sums_torch(x)
 
     def square_sums_torch(self, x: Tensor) -> Tensor:
         """The twin of ``square_sums``."""
@@ -187,7 +187,7 @@ def _copy(rows, source, to, scale, scale_at, ALIGN: tl.constexpr, CHUNK: tl.cons
     row = rows + tl.program_id(0).to(tl.int64) * 3
     first, at = tl.multiple_of(tl.load(row), ALIGN), tl.multiple_of(tl.load(row + 1), ALIGN)
     k = tl.arange(0, CHUNK).to(tl.int64)
-    inside = k < tl.load(row + 2)
+    inside = k < tl.multiple_of(tl.load(row + 2), ALIGN)
     x = tl.load(source + first + k, inside)
     if scale_at is not None:
         x = x.to(tl.float32) * tl.load(scale_at)
@@ -201,7 +201,7 @@ def _zero(rows, x, ALIGN: tl.constexpr, CHUNK: tl.constexpr):
     row = rows + tl.program_id(0).to(tl.int64) * 3
     at = tl.multiple_of(tl.load(row + 1), ALIGN)
     k = tl.arange(0, CHUNK).to(tl.int64)
-    tl.store(x + at + k, tl.zeros((CHUNK,), x.dtype.element_ty), k < tl.load(row + 2))
+    tl.store(x + at + k, tl.zeros((CHUNK,), x.dtype.element_ty), k < tl.multiple_of(tl.load(row + 2), ALIGN))
 
 
 @jit
@@ -209,7 +209,7 @@ def _square(rows, x, partial, ALIGN: tl.constexpr, CHUNK: tl.constexpr):
     number = tl.program_id(0).to(tl.int64)
     first = tl.multiple_of(tl.load(rows + number * 3), ALIGN)
     k = tl.arange(0, CHUNK).to(tl.int64)
-    values = tl.load(x + first + k, k < tl.load(rows + number * 3 + 2), 0.0).to(tl.float32)
+    values = tl.load(x + first + k, k < tl.multiple_of(tl.load(rows + number * 3 + 2), ALIGN), 0.0).to(tl.float32)
     tl.store(partial + number, tl.sum(values * values, axis=0))
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from optimizers.kernels.adam8bit import (
     BLOCK,
-    FORMATS,
+    COMPAT,
     Moments,
     Spans,
     adam8bit_,
@@ -18,7 +18,7 @@ from optimizers.kernels.adam8bit import (
     adam8bit_triton,
     num_blocks,
 )
-from optimizers.kernels.dynamic_map import codebook, decode, encode
+from optimizers.quantize import dequantize, dynamic_map
 
 NUMBERS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
 SPANS: tuple[Spans, ...] = (((0, 0),), ((0, 1),), ((0, 1024),), ((0, 256), (288, 300), (320, 1900)))
@@ -38,13 +38,13 @@ def _against_the_twin() -> None:
     torch.manual_seed(0)
     for spans in SPANS:
         n = spans[-1][1] + 20
-        for form in FORMATS:
+        for form in COMPAT:
             old, p = _moments(n, spans), torch.randn(n)
             for step in range(2):
                 g, results = _gradient(n), []
                 for run in (adam8bit_triton, adam8bit_torch):
                     new, moments, low = p.clone(), Moments(*(t.clone() for t in old)), torch.zeros(n).bfloat16()
-                    run(new, g, moments, torch.tensor(float(step)), **NUMBERS, spans=spans, format=form, low=low)
+                    run(new, g, moments, torch.tensor(float(step)), **NUMBERS, spans=spans, compat=form, low=low)
                     results.append((new, moments, low))
                 (p, old, low), (twin, other, twin_low) = results
                 torch.testing.assert_close(p, twin, rtol=1e-6, atol=1e-6)
@@ -67,14 +67,14 @@ def _by_definition() -> None:
     g[7] = -10.0  # a negative extreme
     for run in (adam8bit_triton, adam8bit_torch):
         new, got = p.clone(), Moments(*(t.clone() for t in moments))
-        run(new, g, got, torch.tensor(0.0), **NUMBERS | {"eps": 1e-15}, spans=spans, format="q8")
+        run(new, g, got, torch.tensor(0.0), **NUMBERS | {"eps": 1e-15}, spans=spans, compat="none")
         m, root = (0.1 * g).view(4, BLOCK), (0.001 * g * g).sqrt().view(4, BLOCK)
         decoded = [
-            decode(codes, signed=signed).view(4, BLOCK) * scale[:, None]
+            dequantize(codes, scale, signed=signed).view(4, BLOCK)
             for codes, scale, signed in ((got[0], got[1], True), (got[2], got[3], False))
         ]
         for mine, exact, signed in zip(decoded, (m, root), (True, False), strict=True):
-            gap = codebook(signed).diff().max() / 2  # half of the widest interval
+            gap = dynamic_map(signed).diff().max() / 2  # half of the widest interval
             assert ((mine - exact).abs() <= exact.abs().amax(1, keepdim=True) * gap * (1 + 1e-5)).all()
         assert got.exp_avg[7] == 255 and got.exp_avg_scale[0] < 0  # the extreme itself is kept exactly
         assert (got.exp_avg[BLOCK : 2 * BLOCK] == 127).all() and got.exp_avg_scale[1] == 0
@@ -88,44 +88,18 @@ def test_codes_by_their_definition(interpreter) -> None:
     interpreter.run(_by_definition)
 
 
-def test_quantising_again_changes_nothing() -> None:
-    for signed in (True, False):
-        assert torch.equal(encode(codebook(signed), signed).long(), torch.arange(256))
-
-
-def test_the_nearest_code_is_exact() -> None:
-    torch.manual_seed(0)
-    for signed in (True, False):
-        numbers = codebook(signed).double()
-        edges = (numbers[1:] + numbers[:-1]) / 2
-        around = torch.cat([edges.float().nextafter(torch.tensor(side)) for side in (-2.0, 2.0)])
-        x = torch.cat([around, torch.rand(20000), 10 ** (-9 * torch.rand(20000)), torch.tensor([0.0, 1.0])])
-        x = torch.cat([x, -x]) if signed else x
-        assert torch.equal(encode(x, signed).long(), torch.bucketize(x.double(), edges))
-
-
-def test_the_map_is_that_of_bitsandbytes() -> None:
-    # Of create_dynamic_map in bitsandbytes 0.50.2 and torchao 0.18: ends, what is next to zero, and the distances.
-    signed, unsigned = codebook(True), codebook(False)
-    known = torch.tensor([-0.9929687, -5.5e-7, 0.0, 5.5e-7, 0.9929687, 1.0])
-    torch.testing.assert_close(signed[[0, 126, 127, 128, 254, 255]], known, rtol=1e-6, atol=0)
-    known = torch.tensor([0.0, 3.25e-7, 7.75e-7, 2.125e-6, 0.9964844, 1.0])
-    torch.testing.assert_close(unsigned[[0, 1, 2, 3, 254, 255]], known, rtol=1e-6, atol=0)
-    assert signed[:127].equal(-signed[128:255].flip(0))
-
-
 def _skipped() -> None:
     spans = ((0, 700),)
     for run in (adam8bit_triton, adam8bit_torch):
         p, moments, low = torch.randn(700), _moments(700, spans), torch.zeros(700)
-        run(p, _gradient(700), moments, torch.tensor(0.0), **NUMBERS, spans=spans, format="q8")
+        run(p, _gradient(700), moments, torch.tensor(0.0), **NUMBERS, spans=spans, compat="none")
         before, old = p.clone(), [tensor.clone() for tensor in moments]
         g = torch.full((700,), torch.nan)
-        run(p, g, moments, torch.tensor(1.0), **NUMBERS, spans=spans, format="q8", skip=torch.tensor(1.0), low=low)
+        run(p, g, moments, torch.tensor(1.0), **NUMBERS, spans=spans, compat="none", skip=torch.tensor(1.0), low=low)
         assert torch.equal(p, before) and not low.any()
         assert all(torch.equal(a, b) for a, b in zip(moments, old, strict=True))
         # Without the flag a NaN spreads in its block, and its codes are still codes.
-        run(p, g, moments, torch.tensor(1.0), **NUMBERS, spans=spans, format="q8", skip=torch.tensor(0.0))
+        run(p, g, moments, torch.tensor(1.0), **NUMBERS, spans=spans, compat="none", skip=torch.tensor(0.0))
         assert p.isnan().all() and moments.exp_avg_scale.isnan().all()
 
 
@@ -138,11 +112,11 @@ def _cut(run_name: str) -> None:
     n = 6 * BLOCK + 100
     p, g, whole = torch.randn(n), _gradient(n), _moments(n, ((0, n),))
     pieces, q = Moments(*(tensor.clone() for tensor in whole)), p.clone()
-    run(p, g, whole, torch.tensor(0.0), **NUMBERS, spans=((0, n),), format="q8")
+    run(p, g, whole, torch.tensor(0.0), **NUMBERS, spans=((0, n),), compat="none")
     for first, last in ((0, 1), (1, 4), (4, 7)):
         cut, scales = slice(first * BLOCK, min(last * BLOCK, n)), slice(first, last)
         part = Moments(pieces[0][cut], pieces[1][scales], pieces[2][cut], pieces[3][scales])
-        run(q[cut], g[cut], part, torch.tensor(0.0), **NUMBERS, spans=((0, cut.stop - cut.start),), format="q8")
+        run(q[cut], g[cut], part, torch.tensor(0.0), **NUMBERS, spans=((0, cut.stop - cut.start),), compat="none")
     assert torch.equal(p, q) and all(torch.equal(a, b) for a, b in zip(whole, pieces, strict=True))
 
 
@@ -153,8 +127,8 @@ def test_a_run_may_be_cut_between_blocks(interpreter, run: str) -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     p, moments, step = torch.zeros(300), _moments(300, ((0, 300),)), torch.tensor(0.0)
-    with pytest.raises(ValueError, match="expected a format from .* got 'fp4'"):
-        adam8bit_(p, p, moments, step, **NUMBERS, format="fp4")
+    with pytest.raises(ValueError, match="expected compat from .* got 'fp4'"):
+        adam8bit_(p, p, moments, step, **NUMBERS, compat="fp4")
     with pytest.raises(ValueError, match=r"exp_avg_scale: expected contiguous \(2,\)"):
         adam8bit_(p, p, moments._replace(exp_avg_scale=torch.zeros(1)), step, **NUMBERS)
     with pytest.raises(ValueError, match=r"expected ascending spans within 300 elements, got \[100, 301\)"):

@@ -27,7 +27,7 @@ def _copies() -> None:
                 pieces.copy_torch(x, results[1], scale=scale)
                 for first, at, size in moves:
                     piece = x[first : first + size]
-                    results[2][at : at + size] = piece if scale is None else piece.float() * float(torch.tensor(scale))
+                    results[2][at : at + size] = piece if scale is None else piece.float() * torch.as_tensor(scale)
                 assert torch.equal(results[0], results[2]) and torch.equal(results[1], results[2])
 
 

@@ -1,0 +1,141 @@
+"""Routers choose, count once, and balance; experts are products, whatever the numbers of tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+from models import DeepseekV3Config, MixtralConfig
+from models.moe import Router, grouped_linear, softmax_top_k
+
+MIXTRAL = MixtralConfig(
+    vocab_size=61, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+    intermediate_size=16, num_local_experts=4, initializer_range=0.2, router_aux_loss_coef=0.3,
+    max_position_embeddings=32,
+)  # fmt: skip
+DEEPSEEK = DeepseekV3Config(
+    vocab_size=61, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=48,
+    moe_intermediate_size=16, n_routed_experts=8, num_experts_per_tok=2, first_k_dense_replace=1, n_group=1,
+    topk_group=1, q_lora_rank=None, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8,
+    initializer_range=0.2, max_position_embeddings=32, router_bias_rate=0.25,
+)  # fmt: skip
+
+
+def built(config: Any) -> Any:
+    model = config.build()
+    torch.manual_seed(0)
+    model.init_weights()
+    return model
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(1)
+    ids = torch.randint(0, 61, (2, 17))
+    return ids[:, :-1], ids[:, 1:]
+
+
+@pytest.mark.parametrize("sizes", [(16, 8), (15, 8), (16, 7)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("counts", [(3, 0, 5, 1), (0, 0, 9, 0), (0, 0, 0, 0), ()])
+def test_grouped_products_are_products(sizes: tuple[int, int], dtype: torch.dtype, counts: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(sum(counts), sizes[1]).to(dtype).requires_grad_()
+    weight = torch.randn(len(counts), *sizes).to(dtype).requires_grad_()
+    got = grouped_linear(x, weight, torch.tensor(counts, dtype=torch.int64))
+    experts = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts, dtype=torch.int64))
+    want = torch.einsum("ni,noi->no", x, weight[experts])
+    close = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.05}
+    torch.testing.assert_close(got, want, **close)
+    pull = torch.randn(got.shape).to(dtype)
+    grads = torch.autograd.grad(got, (x, weight), pull)
+    torch.testing.assert_close(grads, torch.autograd.grad(want, (x, weight), pull), **close)
+
+
+def test_the_balancing_loss_is_transformers_in_the_gradient_and_not_in_the_value() -> None:
+    model = built(MIXTRAL)
+    ids, labels = batch()
+    loss = model(ids, labels)
+    logits: list[torch.Tensor] = []
+    router = model.model.layers[0].mlp.gate
+    router.register_forward_hook(lambda module, args, _: logits.append(F.linear(args[0], module.weight)))
+    plain = F.cross_entropy(model(ids).flatten(0, 1), labels.flatten(), reduction="sum")
+    torch.testing.assert_close(loss, plain)
+    aux = load_balancing_loss_func((logits[0],), 4, 2)
+    # A mean per token there; this loss is a sum over tokens.
+    want = torch.autograd.grad(plain + 0.3 * aux * labels.numel(), list(model.parameters()))
+    got = torch.autograd.grad(loss, list(model.parameters()))
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("checkpoint", ["none", "full"])
+def test_tokens_are_counted_once_per_step_and_not_in_evaluation(checkpoint: Any) -> None:
+    model = built(replace(DEEPSEEK, checkpoint=checkpoint))
+    ids, labels = batch()
+    assert model.finish_step() == {}
+    for _ in range(2):  # micro-batches
+        model(ids, labels).backward()
+    with torch.no_grad():
+        model(ids, labels)
+    routers = [layer.mlp.gate for layer in model.model.layers[1:]]
+    counted = [router.counted for router in routers]
+    assert [int(count.sum()) for count in counted] == [2 * 2 * ids.numel()] * 2
+    loads = model.finish_step()
+    assert loads.keys() == {"expert_load/model.layers.1.mlp", "expert_load/model.layers.2.mlp"}
+    for router, count, load in zip(routers, counted, loads.values(), strict=True):
+        mean = count.float().mean()
+        torch.testing.assert_close(load, count.max() / mean)
+        torch.testing.assert_close(router.e_score_correction_bias, 0.25 * torch.sign(mean - count))
+    assert model.finish_step() == {}
+
+
+def test_correction_changes_the_choice_and_not_the_weights() -> None:
+    model = built(DEEPSEEK)
+    router = model.model.layers[1].mlp.gate
+    x = torch.randn(20, 32)
+    before, _, _ = router(x)
+    router.e_score_correction_bias[5] = 10.0
+    after, counts, _ = router(x)
+    assert (before.chosen != 5).any(dim=1).any() and counts[5] == 20
+    scores = F.linear(x, router.weight).sigmoid().gather(1, after.chosen)
+    torch.testing.assert_close(after.weights, 2.5 * scores / scores.sum(dim=1, keepdim=True))
+
+
+def test_correction_balances_a_router_that_prefers_one_expert() -> None:
+    torch.manual_seed(0)
+    select = built(DEEPSEEK).model.layers[1].mlp.gate.select
+    router = Router(16, 8, k=2, select=select, correction_rate=0.01)
+    with torch.no_grad():
+        router.weight.normal_(std=0.3)
+        router.weight[3] += 0.5
+    x = torch.randn(400, 16) + 0.5
+    loads = []
+    for _ in range(60):
+        _, counts, _ = router(x)
+        router.correct(counts)
+        loads.append(float(counts.max() / counts.float().mean()))
+    assert loads[0] > 3 and max(loads[-10:]) < 1.5
+
+
+def test_forced_balance_deals_tokens_evenly() -> None:
+    select = partial(softmax_top_k, renormalise=True)
+    router = Router(16, 8, k=3, select=select, force_balance=True)
+    torch.nn.init.normal_(router.weight)
+    choice, counts, _ = router(torch.randn(16, 16))
+    assert counts.tolist() == [6] * 8
+    assert all(len(set(row)) == 3 for row in choice.chosen.tolist())
+    torch.testing.assert_close(choice.weights.sum(dim=1), torch.ones(16))
+
+
+def test_a_router_computes_in_fp32_whatever_the_tokens_are() -> None:
+    router = built(MIXTRAL).model.layers[0].mlp.gate.bfloat16()
+    x = torch.randn(9, 32).bfloat16()
+    choice, _, _ = router(x)
+    want = F.linear(x.float(), router.weight.float()).softmax(-1).topk(2).values
+    assert choice.weights.dtype == torch.float32
+    torch.testing.assert_close(choice.weights, want / want.sum(dim=1, keepdim=True), rtol=1e-6, atol=1e-7)

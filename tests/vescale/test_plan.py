@@ -1,0 +1,147 @@
+"""The command that plans: every recipe at every size, figures that belong together, and one line for bad input."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+import recipes
+from vescale import plan
+from vescale.tables import show
+from vescale.train import points
+
+ROOT = Path(__file__).parents[2]
+# 70B with blocks of 1024 x 1024 has 70,000 of them, which take a minute to deal: run by hand.
+BY_HAND = ("llama70b_shampoo", "llama70b_soap")
+RECIPES = sorted({path.stem for path in (Path(recipes.__file__).parent / "recipe").glob("*.yaml")} - {*BY_HAND})
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def _figures(*argv: str) -> dict[str, Any]:
+    return plan.figures(points(argv, command="plan")[0].config)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_at_every_size(recipe: str) -> None:
+    small = _figures(f"recipe={recipe}", "world_size=8")
+    sizes = [64, 1024] + [10_240] * (small["model"]["parameters"] >= 1e9)
+    states = [small["memory"]["most"]["parameters"]]
+    for known in (small, *(_figures(f"recipe={recipe}", f"world_size={size}") for size in sizes)):
+        assert json.loads(json.dumps(known)) == known
+        _belongs_together(known)
+        states.append(known["memory"]["most"]["parameters"])
+    assert states[1:] == sorted(states[1:], reverse=True)  # fewer parameters a rank, the more ranks
+
+
+def _belongs_together(known: dict[str, Any]) -> None:
+    memory, traffic, ranks = known["memory"], known["communication"], known["model"]["ranks"]
+    assert known["model"]["padding"] <= 0.01 or known["model"]["parameters"] < 1e9
+    for stage in memory["stages"].values():
+        assert stage["peak"] == sum(stage["parts"].values()) == memory["available"] - stage["margin"]
+        assert stage["fits"] == (stage["margin"] >= 0)
+    assert memory["checkpointing"][memory["configured"]] == memory["stages"]["3"]["peak"]
+    assert memory["checkpointing"]["full"] <= memory["checkpointing"]["none"]
+    fit = memory["batch"][memory["configured"]]
+    if fit:
+        assert fit["micro_batch"] * fit["accumulation"] * ranks == memory["batch"]["global_sequences"]
+    assert traffic["seconds"] == pytest.approx(traffic["hidden_seconds"] + traffic["exposed_seconds"])
+    assert 0 <= traffic["exposed"] <= traffic["exposed_without_overlap"] < 1
+    assert 0 < traffic["model_flop_utilisation"] < 0.4  # the profile's assumption, less recomputation and waiting
+    text = io.StringIO()
+    show(known, Console(file=text, width=140))
+    for heading in ("Model", "Memory", "Communication", "Optimizer", "Pipeline", "Advice", "Assumptions"):
+        assert f"\n{heading}\n" in text.getvalue()
+
+
+def test_seventy_billion_parameters_on_64_cards() -> None:
+    known = _figures("recipe=llama70b_muon", "world_size=64", "device_memory=80GB")
+    assert known["model"]["parameters"] == 70_553_706_496
+    assert known["model"]["flops_per_token"] == pytest.approx(481.4e9, rel=1e-3)
+    # 1129 / 295 / 156 / 17.6 GB of Adam's states (arXiv 1910.02054); Muon keeps one moment instead of two.
+    books = [stage["textbook_states"] / 1e9 for stage in known["memory"]["stages"].values()]
+    assert books == pytest.approx([1128.9, 295.4, 156.5, 17.6], abs=0.1)
+    states = known["memory"]["most"]
+    assert states["parameters"] + states["gradients"] + states["optimizer state"] == pytest.approx(13.4e9, rel=0.01)
+    assert known["memory"]["stages"]["3"]["fits"] and not known["memory"]["stages"]["2"]["fits"]
+    owner, kept, gathered = known["optimizer"]["ways"]
+    assert [owner["way"], kept["way"], gathered["way"]] == ["owner", "kept", "gather everything"]
+    # Everybody computing every matrix is 64 times the work; keeping each whole is 16 times the memory.
+    assert gathered["flops_per_rank"] == pytest.approx(64 / known["optimizer"]["balance"] * owner["flops_per_rank"])
+    assert known["optimizer"]["balance"] < 1.1 and "padding 1607" in kept["note"]
+    bubbles = {(row["name"], row["micro_batches"]): f"{row['bubble']:.1%}" for row in known["pipeline"]}
+    assert (bubbles["1F1B", 8], bubbles["1F1B", 64]) == ("46.7%", "9.9%")
+    verdicts = [advice["verdict"] for advice in known["advice"]]
+    assert verdicts == ["no", "not enough", "not enough", "yes", "yes", "no", "no", "no"]
+
+
+def test_a_model_that_fits_on_one_card_is_told_so() -> None:
+    known = _figures("recipe=llama_debug_adamw", "world_size=2", "machine=a100")
+    first = known["advice"][0]
+    assert first["verdict"] == "yes" and not first["available"] and "this release cannot do it yet" in first["text"]
+    assert {advice["verdict"] for advice in known["advice"][1:]} == {"no"}
+
+
+def test_a_layer_too_large_for_a_card_is_told_to_be_split() -> None:
+    known = _figures("recipe=llama70b_muon", "world_size=8", "device_memory=8GB")
+    verdicts = {advice["question"]: advice["verdict"] for advice in known["advice"]}
+    assert verdicts["tensor parallel"] == verdicts["pipeline parallel, with many micro-batches"] == "yes"
+    assert known["memory"]["batch"]["full"] is None and known["memory"]["stages"]["3"]["margin"] < 0
+
+
+def test_more_ranks_than_sequences_is_an_assumption_that_is_listed() -> None:
+    known = _figures("recipe=llama_debug_adamw", "world_size=64")
+    assert "global_batch=8 is less than a sequence for each of 64 ranks" in known["assumptions"][0]
+    assert known["memory"]["batch"]["global_sequences"] == 64
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (["world_size=0"], "world_size: expected null or a number > 0, got 0"),
+        (["world_size=8", "parallelism.dp_shard=3"], "parallelism.dp_shard=3 does not divide 8 ranks"),
+        (["world_size=3"], "trainer.global_batch=8 does not divide over 3 ranks"),
+        (
+            ["machine=h1000"],
+            "unknown machine 'h1000': choose from a100, b200, ethernet, h100, h200 -- did you mean h100?",
+        ),
+        (["machine.bandwidth=1"], "unknown key 'machine.bandwidth': choose from .*bandwidth_inside"),
+        (["machine.devices=0"], "machine: devices: expected a number > 0, got 0"),
+        (["device_memory=80XB"], "device_memory: expected a size such as 80GB or 80GiB, got '80XB'"),
+        (["reserve=2"], "reserve: expected a fraction"),
+        (["format=xml"], "format: expected .*table.*json.*, got 'xml'"),
+        (["simulate=true", "rank=9", "world_size=8"], r"rank: expected a number in \[0, 8\), got 9"),
+        (["recipe=nope"], "unknown recipe 'nope': choose from llama70b_muon"),
+        (["memory=80GB"], "unknown key 'memory': choose from .*device_memory"),
+        (["parallelism.zero=2"], "fully_shard cannot yet do zero=2"),
+        (["-m", "machine=h100,a100"], "expected one configuration, got 2"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(argv: list[str], line: str, capsys: Any, tmp_path: Path) -> None:
+    assert plan.main(argv) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.startswith("vescale.plan: ") and printed.err.count("\n") == 1
+    assert re.search(line, printed.err), printed.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command_from_any_folder(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "error", "-m", "vescale.plan", "world_size=4", "format=json"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["model"]["ranks"] == 4 and list(tmp_path.iterdir()) == []

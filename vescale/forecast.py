@@ -1,0 +1,471 @@
+"""Forecast: the seven sections of a plan, as plain numbers; `vescale.plan` prints them.
+
+Bytes are bytes, times seconds, work FLOPs. A section is a dictionary that JSON can hold, so that what a table shows is
+what a program reads.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+from vescale import memory, traffic
+from vescale.advice import HSDP_RANKS, Facts, advise
+from vescale.blueprint import Blueprint, state_by_kind
+from vescale.bucket import Bucket
+from vescale.live import Collective
+from vescale.machine import Machine, exposed
+from vescale.memory import STAGES, Activations, Dtypes, Moment
+from vescale.owners import Load
+from vescale.pipeline import schedules
+from vescale.simulate import TOLERANCE, simulate
+from vescale.trainer import Trainer
+
+# (stages, micro-batches) of the pipelines that are shown.
+PIPELINES = ((8, 8), (8, 64))
+
+
+class Forecast:
+    """What a run needs on a machine.
+
+    Args:
+        trainer: Of the run, on the meta device; it is used up.
+        num_ranks: Of the world.
+        machine: That the ranks run on, one rank a device.
+        memory: Bytes of a device.
+        available: Bytes of it that the run may use.
+
+    Raises:
+        ValueError: If such a run would be refused.
+        NotImplementedError: If the model says nothing of its activations, or the run asks for what is not built.
+    """
+
+    def __init__(self, trainer: Trainer, num_ranks: int, *, machine: Machine, memory: int, available: int) -> None:
+        self.trainer, self.num_ranks, self.machine = trainer, num_ranks, machine
+        self.memory, self.available = memory, available
+        self.model, self.seq_len, self.parallelism = (
+            trainer.model_config,
+            trainer.data_config.seq_len,
+            trainer.parallelism,
+        )
+        self.assumptions: list[str] = []
+        if self.parallelism.ep > 1:
+            raise NotImplementedError(f"parallelism.ep={self.parallelism.ep}: a plan deals no experts yet; use ep=1")
+        if not hasattr(self.model, "activations"):
+            raise NotImplementedError(f"{type(self.model).__name__} does not say what its activations hold")
+        self.global_batch, self.micro_batches, self.micro_batch = self._batch()
+        self.blueprint = Blueprint(trainer, num_ranks)
+        self.dtypes = Dtypes(self.parallelism.param_dtype.itemsize, self.parallelism.reduce_dtype.itemsize)
+
+    def _batch(self) -> tuple[int, int, int]:
+        """Sequences of a step, and a rank's micro-batches and their sequences."""
+        config = self.trainer.config
+        if config.global_batch >= self.num_ranks:
+            return config.global_batch, *config.micro_batches(self.num_ranks)
+        self.assumptions.append(
+            f"trainer.global_batch={config.global_batch} is less than a sequence for each of {self.num_ranks:,} ranks, "
+            "which a run would refuse; planned for one sequence a rank"
+        )
+        return self.num_ranks, 1, 1
+
+    def sections(self) -> dict[str, Any]:
+        """Returns all sections, in the order in which they are read."""
+        return {
+            "model": self._model(),
+            "memory": self._memory(),
+            "communication": self._communication(),
+            "optimizer": self._optimizer(),
+            "pipeline": self._pipeline(),
+            "advice": self._advice(),
+            "assumptions": self._assumptions(),
+        }
+
+    # --- 1: the model ---
+
+    def _model(self) -> dict[str, Any]:
+        total = self.model.num_parameters()
+        active = self.model.num_active_parameters() if hasattr(self.model, "num_active_parameters") else total
+        return {
+            "parameters": total,
+            "active_parameters": active,
+            "flops_per_token": self._flops,
+            "convention": "6 per matrix parameter and token, 12 layers heads head_dim seq_len for attention as if "
+            "nothing were masked (arXiv 2204.02311, appendix B); recomputation not counted",
+            "units": len(self.blueprint.units),
+            "ranks": self.num_ranks,
+            "seq_len": self.seq_len,
+            "optimizer": {
+                group: {
+                    "rule": type(self.blueprint.rules.groups[group].rule).__name__,
+                    "parameters": len(routes),
+                    "elements": sum(self._numels[route.name] for route in routes),
+                }
+                for group, routes in self.blueprint.routing.routes.items()
+            },
+            "padding": self._padding,
+            "bytes_cut": sum(plan.cut_bytes for unit in self.blueprint.units for plan in unit.plans),
+        }
+
+    @property
+    def _flops(self) -> float:
+        return self.model.flops_per_token(self.seq_len)
+
+    @cached_property
+    def _numels(self) -> dict[str, int]:
+        return {t.name: t.numel for unit in self.blueprint.units for plan in unit.plans for t in plan.tensors}
+
+    @property
+    def _padding(self) -> float:
+        """Elements that belong to nobody, as a fraction of the parameters."""
+        return sum(unit.whole for unit in self.blueprint.units) / self.blueprint.numel - 1
+
+    # --- 2: memory ---
+
+    @cached_property
+    def rank(self) -> int:
+        """The rank that holds the most."""
+        return self.blueprint.worst_rank
+
+    @cached_property
+    def state(self) -> dict[str, int]:
+        """Bytes of optimizer state of that rank by kind."""
+        return state_by_kind(self.blueprint.runs(self.rank))
+
+    @cached_property
+    def buckets(self) -> list[Bucket]:
+        """Of that rank's step."""
+        return self.blueprint.buckets(self.rank)
+
+    def _activations(self, micro_batch: int, *, fused: bool = True) -> Activations:
+        return self.model.activations(  # type: ignore[attr-defined]
+            batch=micro_batch, seq_len=self.seq_len, itemsize=self.dtypes.param, fused=fused
+        )
+
+    def moments(
+        self, *, stage: int = 3, micro_batch: int | None = None, micro_batches: int | None = None, **options: Any
+    ) -> list[Moment]:
+        """Returns the moments of a step of the worst rank.
+
+        Args:
+            stage: ZeRO stage.
+            micro_batch: Sequences of a micro-batch; None: the run's.
+            micro_batches: Of a step; None: the run's.
+            options: ``recomputed``, of ``memory.moments``.
+        """
+        found = memory.moments(
+            self.blueprint,
+            self._activations(micro_batch or self.micro_batch),
+            self.dtypes,
+            state=sum(self.state.values()),
+            buckets=self.buckets,
+            stage=stage,
+            micro_batches=micro_batches or self.micro_batches,
+            regathers=self.parallelism.reshard_after_forward is not False,
+            **options,
+        )
+        return list(found)
+
+    def worst(self, **options: Any) -> Moment:
+        """Returns the moment of ``moments`` that holds the most."""
+        return max(self.moments(**options), key=lambda moment: moment.nbytes)
+
+    def _most(self) -> dict[str, int]:
+        """The most bytes of each part at any moment, at the stage of the run."""
+        most: dict[str, int] = {}
+        for moment in self.moments(stage=self.parallelism.zero):
+            for what, nbytes in moment.parts.items():
+                most[what] = max(most.get(what, 0), nbytes)
+        return {what: nbytes for what, nbytes in most.items() if nbytes}
+
+    def _memory(self) -> dict[str, Any]:
+        stages = {stage: self.worst(stage=stage) for stage in STAGES}
+        book = memory.textbook(self.blueprint.numel, self.num_ranks)
+        return {
+            "rank": self.rank,
+            "device": self.memory,
+            "available": self.available,
+            "reserve": self.memory - self.available,
+            "stage": self.parallelism.zero,
+            "stages": {
+                str(stage): {
+                    "textbook_states": book[stage],
+                    "moment": moment.name,
+                    "parts": {what: nbytes for what, nbytes in moment.parts.items() if nbytes},
+                    "peak": moment.nbytes,
+                    "fits": moment.nbytes <= self.available,
+                    "margin": self.available - moment.nbytes,
+                }
+                for stage, moment in stages.items()
+            },
+            "most": self._most(),
+            "optimizer_state": self.state,
+            "checkpointing": {
+                word: self.worst(stage=self.parallelism.zero, recomputed=again).nbytes
+                for word, again in (("full", True), ("none", False))
+            },
+            "configured": "full" if self._activations(1).recomputed else "none",
+            "batch": self._batches(),
+        }
+
+    def _batches(self) -> dict[str, Any]:
+        """The largest micro-batches that fit, with the accumulation that makes the global batch of them."""
+        share = self.global_batch // self.num_ranks
+        sizes = [size for size in range(share, 0, -1) if share % size == 0]
+        found: dict[str, Any] = {
+            "global_tokens": self.global_batch * self.seq_len,
+            "global_sequences": self.global_batch,
+        }
+        for word, again in (("full", True), ("none", False)):
+            found[word] = None
+            for size in sizes:
+                peak = self.worst(
+                    stage=self.parallelism.zero, micro_batch=size, micro_batches=share // size, recomputed=again
+                ).nbytes
+                if peak <= self.available:
+                    found[word] = {"micro_batch": size, "accumulation": share // size, "peak": peak}
+                    break
+        return found
+
+    # --- 3: communication ---
+
+    def calls(self, micro_batches: int, buckets: list[Bucket]) -> dict[str, Any]:
+        """Returns the collectives of a step by what they are for.
+
+        Args:
+            micro_batches: Of the step.
+            buckets: Of the rank that is looked at.
+        """
+        return traffic.model_collectives(
+            self.blueprint,
+            self.dtypes,
+            micro_batches=micro_batches,
+            regathers=self.parallelism.reshard_after_forward,
+            stage=self.parallelism.zero,
+        ) | traffic.step_collectives(buckets)
+
+    def _communication(self) -> dict[str, Any]:
+        calls = self.calls(self.micro_batches, self.buckets)
+        lines = {line.what: line for line in traffic.timed(calls, self.machine, self.num_ranks)}
+        exposure = self._exposure(lines)
+        step = exposure.compute + exposure.exposed
+        tokens = self.global_batch * self.seq_len
+        return {
+            "machine": self.machine.name,
+            "nodes": self.machine.nodes(self.num_ranks),
+            "bandwidth": self.machine.bandwidth(self.num_ranks),
+            "lines": [line._asdict() for line in lines.values()],
+            "seconds": exposure.communication,
+            "compute_seconds": exposure.compute,
+            "hidden_seconds": exposure.hidden,
+            "exposed_seconds": exposure.exposed,
+            "exposed": exposure.fraction,
+            "exposed_without_overlap": exposed(exposure.communication, exposure.compute, overlap=0.0),
+            "step_seconds": step,
+            "tokens_per_second": tokens / step,
+            "model_flop_utilisation": self._flops * tokens / self.num_ranks / step / self.machine.flops,
+        }
+
+    def _exposure(self, lines: dict[str, traffic.Line]) -> traffic.Exposure:
+        tokens = self.micro_batches * self.micro_batch * self.seq_len
+        forward = self.machine.compute_seconds(self._flops / 3 * tokens)
+        backward = (3 if self._activations(1).recomputed else 2) * forward
+        seconds = {what: line.seconds for what, line in lines.items()}
+        share = self._of_layers
+        passes = [
+            (forward, share * seconds.get("parameters, forward", 0.0)),
+            (backward, share * (seconds.get("parameters, backward", 0.0) + seconds.get("gradients", 0.0))),
+        ]
+        alone = sum(seconds.values()) - sum(network for _, network in passes)
+        return traffic.exposure(passes, units=len(self.blueprint.layers), alone=alone)
+
+    @property
+    def _of_layers(self) -> float:
+        """Share of the gathered elements that belong to layers."""
+        whole = sum(unit.whole for unit in self.blueprint.units)
+        return sum(unit.whole for unit in self.blueprint.layers) / whole
+
+    # --- 4: the optimizer's step ---
+
+    def _optimizer(self) -> dict[str, Any]:
+        kept, cut = self.blueprint.blocks
+        load, sent = self.blueprint.load, self.blueprint.exchanged
+        found: dict[str, Any] = {
+            "blocks_kept": kept,
+            "blocks_cut": cut,
+            "elementwise_seconds": self._elementwise(),
+        }
+        if load is None or not load.mean:
+            return found
+        return found | {
+            "work": sum(load.flops),
+            "balance": max(load.flops) / load.mean,
+            "largest_block": load.largest / load.mean,
+            "bytes_moved": int(sent.sum()),
+            "bytes_moved_worst_rank": int(sent.sum(axis=1).max()),
+            "ways": [self._owner(load), self._kept(), self._gathered(load)],
+        }
+
+    def _elementwise(self) -> float:
+        """Seconds to read and write parameters, gradients and state once, on the worst rank."""
+        shard = sum(unit.trained_shard for unit in self.blueprint.units)
+        return (memory.MASTER * 3 * shard + 2 * sum(self.state.values())) / self.machine.memory_bandwidth
+
+    def _way(self, name: str, *, sent: float, network: float, work: float, memory_bytes: float, note: str) -> dict:
+        compute = self.machine.compute_seconds(work)
+        return {
+            "way": name,
+            "bytes_per_rank": sent,
+            "network_seconds": network,
+            "flops_per_rank": work,
+            "compute_seconds": compute,
+            "seconds": network + compute,
+            "extra_bytes": memory_bytes,
+            "note": note,
+        }
+
+    def _owner(self, load: Load) -> dict[str, Any]:
+        sent = self.blueprint.exchanged
+        network = sum(self.machine.seconds("all_to_all", int(way.max()), self.num_ranks) for way in sent.T)
+        return self._way(
+            "owner",
+            sent=int(sent.sum(axis=1).max()),
+            network=network,
+            work=max(load.flops),
+            memory_bytes=memory.step_bytes(self.buckets),
+            note="this release: cut blocks travel to one owner and back",
+        )
+
+    def _kept(self) -> dict[str, Any]:
+        """Everything kept whole, at the price of padding; equal layers put equal blocks on the same ranks."""
+        shard, work = self.blueprint.without_cuts()
+        now = sum(unit.shard for unit in self.blueprint.units)
+        per_element = 2 * memory.MASTER + sum(self.state.values()) / now
+        return self._way(
+            "kept",
+            sent=0,
+            network=0.0,
+            work=float(work.max()),
+            memory_bytes=max((shard - now) * per_element, 0.0),
+            note=f"padding {shard * self.num_ranks / self.blueprint.numel - 1:.1%}, in every collective too",
+        )
+
+    def _gathered(self, load: Load) -> dict[str, Any]:
+        """Everybody gathers every matrix and computes all of them."""
+        nbytes = self.blueprint.block_bytes
+        return self._way(
+            "gather everything",
+            sent=nbytes * (1 - 1 / self.num_ranks),
+            network=self.machine.seconds("all_gather", nbytes, self.num_ranks),
+            work=sum(load.flops),
+            memory_bytes=self.blueprint.largest_numel * memory.WORKSPACE,
+            note="full_tensor() in the step",
+        )
+
+    # --- 5 and 6: the pipeline, the advice ---
+
+    def _pipeline(self) -> list[dict[str, Any]]:
+        return [
+            {"stages": stages, "micro_batches": micro_batches, **schedule._asdict()}
+            for stages, micro_batches in PIPELINES
+            for schedule in schedules(stages, micro_batches)
+        ]
+
+    def _advice(self) -> list[dict[str, Any]]:
+        stage = self.parallelism.zero
+        unit = max(self.blueprint.layers or self.blueprint.units, key=lambda unit: unit.whole)
+        layer = max(self._activations(1).layers, key=lambda layer: layer.saved + layer.work)
+        gather = unit.whole * self.dtypes.param
+        whole = self.machine.seconds("all_gather", gather, self.num_ranks)
+        latency = (self.machine.seconds("all_gather", 0, self.num_ranks) / whole) if whole else 0.0
+        group = min(self.num_ranks, HSDP_RANKS)
+        facts = Facts(
+            available=self.available,
+            peaks={stage: self.worst(stage=stage).nbytes for stage in STAGES},
+            recomputed=self.worst(stage=stage, recomputed=True).nbytes,
+            kept=self.worst(stage=stage, recomputed=False).nbytes,
+            layer=unit.whole * (2 * self.dtypes.param + self.dtypes.reduce) + layer.saved + layer.work,
+            layers=len(self.blueprint.layers),
+            ranks=self.num_ranks,
+            devices=self.machine.devices,
+            latency=latency,
+            replicated_state=self._states * self.num_ranks // group,
+            bubble=(schedules(*PIPELINES[0])[1].bubble, schedules(*PIPELINES[1])[1].bubble),
+        )
+        return [advice._asdict() | {"text": str(advice)} for advice in advise(facts)]
+
+    @property
+    def _states(self) -> int:
+        """Bytes of parameters, gradients and state of the worst rank."""
+        state = sum(self.state.values())
+        return sum(memory.resident(self.blueprint, self.dtypes, state=state, stage=3, accumulating=True).values())
+
+    # --- 7: the assumptions ---
+
+    def _assumptions(self) -> list[str]:
+        machine = self.machine
+        return [
+            *self.assumptions,
+            f"one rank a device, {machine.devices} devices a node, ranks of a group are neighbours",
+            f"collectives are rings at the bandwidth and latency of recipes/machine/{machine.name}.yaml and keys that "
+            "changed it; no congestion, no other traffic",
+            f"matrix products reach {machine.utilisation:.0%} of {machine.flops / 1e12:,.0f} TFLOP/s, in forward, "
+            "backward, recomputation and the optimizer alike; everything else takes no time",
+            "a gather runs behind the unit before it and a reduction behind the unit after it; the root's, the "
+            "optimizer's and the clipping's communication is exposed",
+            "bytes are of live tensors: fragmentation and what libraries allocate for themselves come out of the "
+            "reserve",
+            "activations as models/activations.py counts them: flash attention, norms in one kernel",
+            f"masters and gradients in float32; compute in {8 * self.dtypes.param} bits, reduction in "
+            f"{8 * self.dtypes.reduce} bits; textbook figures are Adam's with bf16 gradients",
+            "evaluation, checkpoints and the two sums of a scalar that the trainer makes in a step are left out",
+        ]
+
+    # --- the simulation ---
+
+    def compare(self, trainer: Trainer, *, rank: int) -> dict[str, Any]:
+        """Returns what the library's own code does on one rank, beside what this plan says of it.
+
+        Args:
+            trainer: Of the same run, fresh; it is used up.
+            rank: The rank.
+        """
+        micro_batches = min(self.micro_batches, 2)  # the third is like the second
+        seen = simulate(
+            trainer, rank=rank, num_ranks=self.num_ranks, micro_batch=self.micro_batch, micro_batches=micro_batches
+        )
+        runs, buckets = self.blueprint.runs(rank), self.blueprint.buckets(rank)
+        state = sum(state_by_kind(runs).values())
+        peak = max(
+            moment.nbytes
+            for moment in memory.moments(
+                self.blueprint,
+                self._activations(self.micro_batch, fused=False),
+                self.dtypes,
+                state=state,
+                buckets=buckets,
+                stage=self.parallelism.zero,
+                micro_batches=micro_batches,
+                regathers=self.parallelism.reshard_after_forward is not False,
+            )
+        )
+        said = traffic.total(self.calls(micro_batches, buckets).values())
+        parameters = memory.MASTER * sum(unit.shard for unit in self.blueprint.units)
+        return {
+            "rank": rank,
+            "micro_batches": micro_batches,
+            "parameters": {"plan": parameters, "seen": seen.parameters, "agrees": parameters == seen.parameters},
+            "optimizer_state": {"plan": state, "seen": seen.state, "agrees": state == seen.state},
+            "collectives": {
+                "plan": _table(said),
+                "seen": _table(seen.collectives),
+                "agrees": said == seen.collectives,
+            },
+            "peak": {"plan": peak, "seen": seen.peak, "agrees": abs(peak - seen.peak) <= TOLERANCE * seen.peak},
+            "allocations": seen.allocations,
+        }
+
+
+def _table(calls: Any) -> list[dict[str, Any]]:
+    """Collectives as rows, in a fixed order."""
+    rows: list[tuple[Collective, int]] = sorted(calls.items())
+    return [{"collective": call.name, "bytes": call.nbytes, "count": count} for call, count in rows]

@@ -1,0 +1,116 @@
+"""Simulate: one rank's step by the project's own ``fully_shard`` and ``Optimizer``, without the other ranks.
+
+torch's fake process group answers every collective at once, and fake tensors have shapes but no memory, so that one
+process runs any rank of any world. What happens is counted from outside (``vescale.live``) and compared with what the
+plan says: collectives and state to the byte, the peak of live tensors within ``TOLERANCE``.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from vescale.live import Collective, LiveBytes
+from vescale.mesh import make_mesh
+from vescale.optimizer import Optimizer
+from vescale.trainer import Trainer
+
+TOLERANCE = 0.1  # of the predicted peak
+
+
+class Observed(NamedTuple):
+    """What one rank did in a step.
+
+    Args:
+        parameters: Bytes of master shards.
+        state: Bytes of optimizer state.
+        peak: Most bytes of live tensors at a time.
+        allocations: Storages made.
+        collectives: Every call, with its bytes.
+    """
+
+    parameters: int
+    state: int
+    peak: int
+    allocations: int
+    collectives: Counter[Collective]
+
+
+def simulate(trainer: Trainer, *, rank: int, num_ranks: int, micro_batch: int, micro_batches: int) -> Observed:
+    """Returns what one rank does in a training step.
+
+    Args:
+        trainer: Of the run, on the meta device; it is used up.
+        rank: The rank.
+        num_ranks: Of the world.
+        micro_batch: Sequences of one forward.
+        micro_batches: Of the step.
+
+    Raises:
+        ValueError: If there is a process group already, or no such rank.
+        NotImplementedError: For a rule whose step depends on values, as Shampoo's roots do.
+    """
+    if dist.is_initialized():
+        raise ValueError("simulate: this process has a process group; simulate in a process of its own")
+    if not 0 <= rank < num_ranks:
+        raise ValueError(f"rank: expected a number in [0, {num_ranks}), got {rank}")
+    with _alone(rank, num_ranks):
+        trainer.shard(mesh=make_mesh(torch.device("cpu")))
+        list(trainer.model.named_parameters())  # plans, and compares the plans with the other ranks, who agree
+        with FakeTensorMode(allow_non_fake_inputs=True), LiveBytes() as live:
+            try:
+                return observe(trainer, live, micro_batch=micro_batch, micro_batches=micro_batches)
+            except RuntimeError as problem:
+                if isinstance(problem.__cause__, DataDependentOutputException):
+                    raise NotImplementedError(
+                        f"simulate: made-up tensors have no values to branch on: {problem}"
+                    ) from None
+                raise
+
+
+def observe(trainer: Trainer, live: LiveBytes, *, micro_batch: int, micro_batches: int) -> Observed:
+    """Returns what this rank does in a training step, on real ranks or on made-up ones.
+
+    Args:
+        trainer: Of the run; its model is sharded and on the meta device.
+        live: What counts, active.
+        micro_batch: Sequences of one forward.
+        micro_batches: Of the step.
+    """
+    model = trainer.model.to_empty(device="cpu")
+    model.init_weights()
+    parameters = live.now()
+    optimizer = Optimizer(model.named_parameters(), trainer.rules)
+    state = live.now() - parameters
+    tokens = torch.zeros(micro_batch, trainer.data_config.seq_len, dtype=torch.int64)
+    with torch.no_grad():
+        model(tokens, tokens)  # later forwards prefetch in the order of the first
+    live.restart()
+    for _ in range(micro_batches):
+        model(tokens, tokens).backward()
+    optimizer.clip_grad_norm_(trainer.config.max_grad_norm or math.inf, policy=trainer.config.clip_policy)
+    optimizer.step()
+    optimizer.zero_grad()
+    return Observed(parameters, state, live.peak, live.allocations, live.collectives)
+
+
+@contextmanager
+def _alone(rank: int, num_ranks: int) -> Iterator[None]:
+    """A process group whose other ranks are made up."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
+    try:
+        with warnings.catch_warnings():
+            # data_ptr of a fake tensor is 0 for all: views look as if they lay where they should, which they do.
+            warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+            yield
+    finally:
+        dist.destroy_process_group()

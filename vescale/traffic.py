@@ -1,0 +1,142 @@
+"""Traffic: the collectives of a step, their bytes, their time on a machine, and what of it hides behind compute."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from vescale.blueprint import Blueprint
+from vescale.bucket import Bucket
+from vescale.live import Collective
+from vescale.machine import Machine
+from vescale.memory import Dtypes
+
+NORM = 4  # bytes of the gradient norm's square, summed over the ranks by clip_grad_norm_
+
+
+class Line(NamedTuple):
+    """One kind of collective of a step.
+
+    Args:
+        what: What it is for.
+        collective: Its name.
+        calls: In a step.
+        nbytes: Of all of them, as ``vescale.live.Collective`` counts.
+        seconds: Of all of them, one after another.
+    """
+
+    what: str
+    collective: str
+    calls: int
+    nbytes: int
+    seconds: float
+
+
+def model_collectives(
+    blueprint: Blueprint, dtypes: Dtypes, *, micro_batches: int, regathers: bool | None, stage: int = 3
+) -> dict[str, Counter[Collective]]:
+    """Returns the collectives of forward and backward, as ``fully_shard`` calls them in a step.
+
+    Stages 1 and 2 gather once after the step, stage 1 reduces after the last micro-batch alone.
+
+    Args:
+        blueprint: Of the run.
+        dtypes: Of gathered parameters and of reduced gradients.
+        micro_batches: Of a step.
+        regathers: ``reshard_after_forward``: gather again for backward; None does, except the root.
+        stage: ZeRO stage.
+
+    Raises:
+        NotImplementedError: At stage 0, whose replicas are not planned.
+    """
+    if stage == 0:
+        raise NotImplementedError("the communication of ZeRO 0 is not planned; use parallelism.zero=1, 2 or 3")
+    lines: dict[str, Counter[Collective]] = {
+        "parameters, forward": Counter(),
+        "parameters, backward": Counter(),
+        "gradients": Counter(),
+    }
+    for unit in blueprint.units:
+        again = (unit is not blueprint.root) if regathers is None else regathers
+        for plan, trains in zip(unit.plans, unit.trainable, strict=True):
+            gathered = Collective("all_gather", plan.numel * dtypes.param)
+            lines["parameters, forward"][gathered] += micro_batches if stage == 3 else 1
+            lines["parameters, backward"][gathered] += micro_batches * again if stage == 3 else 0
+            if trains:
+                reduced = Collective("reduce_scatter", plan.numel * dtypes.reduce)
+                lines["gradients"][reduced] += micro_batches if stage > 1 else 1
+    return {what: +calls for what, calls in lines.items() if +calls}
+
+
+def step_collectives(buckets: Sequence[Bucket]) -> dict[str, Counter[Collective]]:
+    """Returns the collectives of clipping and of the optimizer's step on one rank.
+
+    Args:
+        buckets: Of that rank.
+    """
+    lines = {"norm of the gradient": Counter({Collective("all_reduce", NORM): 1})}
+    there: Counter[Collective] = Counter()
+    back: Counter[Collective] = Counter()
+    for bucket in buckets:
+        if bucket.exchange:
+            itemsize = bucket.rule.wire_dtype.itemsize
+            for calls, moves in ((there, bucket.exchange.outgoing), (back, bucket.exchange.incoming)):
+                calls[Collective("all_to_all", itemsize * sum(move.stop - move.start for move in moves))] += 1
+    return lines | {what: calls for what, calls in (("blocks to owners", there), ("directions back", back)) if calls}
+
+
+def total(lines: Iterable[Counter[Collective]]) -> Counter[Collective]:
+    """Returns all of them together."""
+    return sum(lines, Counter())
+
+
+def timed(lines: dict[str, Counter[Collective]], machine: Machine, ranks: int) -> list[Line]:
+    """Returns one line for each kind of call.
+
+    Args:
+        lines: Calls by what they are for.
+        machine: That they run on.
+        ranks: Of the group, neighbours on the machine.
+    """
+    return [
+        Line(
+            what,
+            next(iter(calls)).name,
+            calls.total(),
+            sum(call.nbytes * count for call, count in calls.items()),
+            sum(count * machine.seconds(call.name, call.nbytes, ranks) for call, count in calls.items()),
+        )
+        for what, calls in lines.items()
+    ]
+
+
+class Exposure(NamedTuple):
+    """What of a step's communication hides behind compute, in seconds."""
+
+    compute: float
+    communication: float
+    hidden: float
+    exposed: float
+
+    @property
+    def fraction(self) -> float:
+        """Of the step, exposed."""
+        return self.exposed / (self.compute + self.exposed) if self.exposed else 0.0
+
+
+def exposure(passes: Iterable[tuple[float, float]], *, units: int, alone: float) -> Exposure:
+    """Returns what hides when each unit's collectives run behind the compute of its neighbours.
+
+    A gather runs behind the unit before it, a reduction behind the unit after it in backward: of each pass one unit's
+    share of the communication has nothing to run behind, and so has what is longer than the compute it runs behind.
+
+    Args:
+        passes: Seconds of compute and of communication of each pass over the layers.
+        units: Layers.
+        alone: Seconds of communication that never overlaps: the root's gather and reduction, and the optimizer's.
+    """
+    passes = list(passes)
+    compute, communication = (sum(seconds) for seconds in zip(*passes, strict=True))
+    hidden = sum((units - 1) * min(seconds) / units for seconds in passes) if units else 0.0
+    return Exposure(compute, communication + alone, hidden, communication + alone - hidden)
