@@ -106,7 +106,7 @@ def _first_losses(run_dir: Path, text: str) -> dict[str, tuple[float, float]]:
     loss = _loss_per_token(model, trainer.data.train.read(0, 6))
     loss.backward()
     norm = torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in model.parameters()]))
-    evaluated = trainer.evaluate()
+    evaluated = trainer.evaluate()["validation_loss"]
     stepped, clipped = trainer.train_step()
     return {
         "validation": (evaluated, validation),
