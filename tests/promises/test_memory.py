@@ -41,7 +41,6 @@ def _sgd(params: Any) -> torch.optim.Optimizer:
 def _above(depth: int, in_backward: bool) -> int:
     """Peak of live bytes above masters and, where the step comes after backward, gradients."""
     from vescale import step_in_backward
-    from vescale.live import LiveBytes
 
     model = _model(depth)
     state = sum(segment.master.nbytes for unit in model.units() for segment in unit.segments)
