@@ -118,6 +118,15 @@ def test_a_recipe_sets_nothing_below_another_choice(name: str) -> None:
     assert keys <= {"defaults"}
 
 
+@pytest.mark.parametrize("optimizer", [name for name in RULES if name != "adamw"])
+def test_embeddings_and_the_head_have_adams_float32_moments_and_their_own_rate(optimizer: str) -> None:
+    trainer = prepare(compose(["recipe=llama_debug_muon", f"optimizer={optimizer}"]))
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        group = trainer.rules.groups[trainer.rules.group_of(name)]
+        assert type(group.rule).__name__ == "AdamW" and group.rule.lr > 0
+    assert trainer.rules.group_of("model.norm.weight") == "norms"
+
+
 def test_large_models_train_in_bfloat16_and_reduce_in_float32() -> None:
     parallelism = prepare(compose(["recipe=llama70b_muon"])).parallelism
     assert (parallelism.param_dtype, parallelism.reduce_dtype) == (torch.bfloat16, torch.float32)

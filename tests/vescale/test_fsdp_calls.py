@@ -1,4 +1,14 @@
-"""FSDP2's calls do here what they do there: one scenario under both gives the same numbers on 2, 3 and 4 ranks."""
+"""FSDP2's calls do here what they do there: one scenario under both gives the same numbers on 2, 3 and 4 ranks.
+
+Reported cases among them:
+
+======  ===============================================================================================
+T-A2    gradients accumulate before they are reduced, after, and across units that differ: torchtune#1275
+T-D2    fp32 accumulated and bf16 fresh gradients in one group, summed in reduce_dtype: pytorch#196996
+T-D5    dataclasses, named tuples and nested dicts are cast: pytorch#153077
+T-N2    methods other than forward: pytorch#156535
+======  ===============================================================================================
+"""
 
 from __future__ import annotations
 
@@ -407,7 +417,7 @@ def _gradients() -> None:
         _compare(scenario, 2e-6)
     _compare(_scaled, 2e-3)
     for cast, output in ((True, torch.float32), (True, None), (False, torch.float64)):
-        _compare(_casts, cast=cast, output=output)
+        _compare(_casts, 2e-2, cast=cast, output=output)  # sums of bf16 in another order
     # Where the sum is in bf16 its order shows; where it is in fp32, casts of equal values are all there is.
     for param, reduce, bound in (
         (torch.bfloat16, torch.float32, 1e-6),
