@@ -40,7 +40,7 @@ def check(*, rules: Rules, world: int, global_batch: int, model: Any) -> None:
         rules: Of the optimizer.
         world: Number of ranks.
         global_batch: Samples of a step.
-        model: Its configuration.
+        model: What is trained, not yet sharded.
 
     Raises:
         NotImplementedError: For another number than a power of two, an expert model, or a rule that is not known to
@@ -56,7 +56,7 @@ def check(*, rules: Rules, world: int, global_batch: int, model: Any) -> None:
     others = sorted({type(group.rule).__name__ for group in rules.groups.values()} - {*KNOWN})
     if others:
         problems.append(f"optimizer: expected {' and '.join(KNOWN)}, got {', '.join(others)}")
-    if getattr(model, "num_experts", 0):
+    if getattr(model, "expert_units", list)():
         problems.append("model: expected a dense one; experts take tokens in an order that depends on the ranks")
     if problems:
         raise NotImplementedError(f"trainer.deterministic=true: {'; '.join(problems)}")

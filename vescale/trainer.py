@@ -125,7 +125,7 @@ class Trainer:
         self.micro_batches, self.micro_size = self.config.micro_batches(world)
         if self.config.deterministic:
             batch = self.config.global_batch
-            deterministic.check(rules=self.rules, world=world, global_batch=batch, model=self.model_config)
+            deterministic.check(rules=self.rules, world=world, global_batch=batch, model=self.model)
             self.micro_batches, self.micro_size = batch // world, 1
         self.parallelism.check(world)
 
