@@ -56,7 +56,8 @@ def test_transient_memory_does_not_depend_on_depth(pool) -> None:
     layer = 2 * 4 * WIDTH * WIDTH * 4  # bytes of one layer's gradient buffer
     for in_backward in (False, True):
         shallow, deep = (max(pool(2).run(_above, depth, in_backward)) for depth in (4, 32))
-        assert shallow == deep
+        activations = 28 * 1024  # of a batch of one, what 28 more layers keep for backward
+        assert shallow <= deep <= shallow + activations < shallow + layer
         assert deep < 4 * layer  # two gathered layers (bf16), one gradient buffer (fp32), one reduction, activations
 
 
