@@ -42,7 +42,7 @@ LEVELS = (
         "grad_norm",
     },
     {"backward_step"},
-    {"rows", "mesh", "checkpoint", "data", "resolve", "tracking", "watchdog", "stop", "profile"},
+    {"rows", "mesh", "checkpoint", "data", "resolve", "tracking", "watchdog", "stop", "profile", "garbage", "capacity"},
     {"saver", "record", "deterministic", "health", "journal", "job"},
     {"trainer", "machine", "pipeline", "live"},
     {"blueprint"},

@@ -32,10 +32,9 @@ if TYPE_CHECKING:
     from vescale.rule import Rules as Rules
 
 _HOME = {
-    "Block": "block", "Counters": "counting", "counters": "counting", "DBuffer": "dbuffer",
-    "step_in_backward": "backward_step",
-    "FSDPModule": "fsdp_module", "UnshardHandle": "fsdp_module", "fully_shard": "fsdp",
-    "register_fsdp_forward_method": "fsdp",
+    "Block": "block", "Counters": "counting", "counters": "counting",
+    "DBuffer": "dbuffer", "step_in_backward": "backward_step", "FSDPModule": "fsdp_module",
+    "UnshardHandle": "fsdp_module", "fully_shard": "fsdp", "register_fsdp_forward_method": "fsdp",
     "full_state_dict": "full_state", "iter_full_state": "full_state", "load_full": "full_state",
     "materialize": "meta_init",
     "clip_grad_norm_": "grad_norm", "Optimizer": "optimizer", "RaggedShard": "placement",

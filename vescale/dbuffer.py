@@ -25,6 +25,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from vescale import collectives
+from vescale.kernels.pieces import Pieces
 from vescale.placement import RaggedShard
 from vescale.planner import SegmentPlan
 from vescale.ragged_tensor import RaggedTensor, from_local
@@ -50,6 +51,7 @@ class Layout:
         self.spans = [self._span(index) for index in range(len(self.shapes))]  # of each run in this rank's slot
         self.strides = [tuple(math.prod(shape[d + 1 :]) for d in range(len(shape))) for shape in self.shapes]
         self._specs: dict[torch.dtype, list[DTensorSpec]] = {}
+        self._gaps: dict[bool, Pieces] = {}
 
     def placement_of(self, index: int) -> RaggedShard:
         """What tensor ``index`` sees of the buffer's cut."""
@@ -70,6 +72,14 @@ class Layout:
             ]
         # Not through the constructor, which costs more than all of this: gradients are wrapped anew at every step.
         return torch.Tensor._dtensor__new__(RaggedTensor, run, self._specs[run.dtype][index], requires_grad=False)
+
+    def gaps(self, sharded: bool) -> Pieces:
+        """What belongs to no tensor, in this rank's shard or in the whole buffer."""
+        if sharded not in self._gaps:
+            low, high = (self.rank * self.plan.shard_size, self.plan.shard_size) if sharded else (0, self.plan.numel)
+            spans = [(max(start - low, 0), min(stop - low, high)) for start, stop in self.plan.gaps()]
+            self._gaps[sharded] = Pieces.within([(start, stop) for start, stop in spans if stop > start])
+        return self._gaps[sharded]
 
     def _span(self, index: int) -> tuple[int, int]:
         start, stop = self.plan.local(index, self.rank)
@@ -228,14 +238,7 @@ class DBuffer:
 
     def zero_gaps(self) -> None:
         """Zeroes the elements that belong to no tensor, so that nothing of a recycled storage is ever reduced."""
-        if self.sharded:
-            base = self.rank * self.plan.shard_size
-            spans = [(max(start - base, 0), min(stop - base, self.plan.shard_size)) for start, stop in self.plan.gaps()]
-        else:
-            spans = list(self.plan.gaps())
-        for start, stop in spans:
-            if stop > start:
-                self.local[start:stop].zero_()
+        self.layout.gaps(self.sharded).zero_(self.local)
 
     def norm(self, p: float = 2.0) -> torch.Tensor:
         """The p-norm over every tensor of the buffer, 0-d float32, complete on every rank.

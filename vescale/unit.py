@@ -46,6 +46,7 @@ from vescale import collectives, scratch
 from vescale.aliases import copy_in, intact, realias_grads, realias_param, strangers
 from vescale.counting import Counters
 from vescale.dbuffer import DBuffer
+from vescale.kernels.accumulate import accumulate_
 from vescale.member import HOME as HOME
 from vescale.member import PENDING as PENDING
 from vescale.member import Home as Home
@@ -342,18 +343,8 @@ class Unit:
             multiplier = 1.0
         if any(param._backward_hooks for param in segment.sharded):
             reduced, multiplier = self._hooked(segment, reduced.to(segment.master.local.dtype) * multiplier), 1.0
-        fresh = [index for index, param in enumerate(segment.sharded) if param.grad is None]
-        if len(fresh) < len(segment.sharded):
-            realias_grads(segment)  # a hook or a user may have put another gradient there
-        if len(fresh) == len(segment.sharded) or segment.grad is None:
-            # What arrived is the gradient: nothing is copied, unless its dtype or device is not the master's.
-            segment.grad = segment.master.sibling(segment.master.placement, reduced.to(segment.master.local))
-            if multiplier != 1.0:
-                segment.grad.local.mul_(multiplier)
-        else:
-            for index in fresh:
-                segment.grad.run(index).zero_()
-            segment.grad.local.add_(reduced.to(segment.grad.local.device), alpha=multiplier)
+        self._add(segment, reduced, multiplier)
+        assert segment.grad is not None
         for index, param in enumerate(segment.sharded):
             if not param.requires_grad:
                 continue
@@ -361,6 +352,26 @@ class Unit:
                 param.grad = segment.grad.tensor(index)
             for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values():
                 hook(param)
+
+    def _add(self, segment: Segment, reduced: torch.Tensor, multiplier: float) -> None:
+        """Leaves ``multiplier * reduced`` in the gradient shard, added to what parameters have already."""
+        fresh = [index for index, param in enumerate(segment.sharded) if param.grad is None]
+        if len(fresh) < len(segment.sharded):
+            realias_grads(segment)  # a hook or a user may have put another gradient there
+        master = segment.master.local
+        empty = len(fresh) == len(segment.sharded) or segment.grad is None
+        if empty and (reduced.dtype, reduced.device) == (master.dtype, master.device):
+            # What arrived is the gradient: nothing is copied.
+            segment.grad = segment.master.sibling(segment.master.placement, reduced)
+            if multiplier != 1.0:
+                reduced.mul_(multiplier)
+            return
+        if empty:
+            segment.grad = segment.master.sibling(segment.master.placement, torch.empty_like(master))
+        assert segment.grad is not None
+        for index in () if empty else fresh:
+            segment.grad.run(index).zero_()
+        accumulate_(segment.grad.local, reduced.to(master.device), scale=multiplier, fresh=empty)
 
     def _hooked(self, segment: Segment, fresh: torch.Tensor) -> torch.Tensor:
         """Shows each fresh gradient to the hooks of its sharded parameter, as autograd would, and returns the shard."""

@@ -141,9 +141,9 @@ class OwnerMuon:
 
 
 def alternate(systems: dict[str, Step], pairs: int) -> dict[str, list[float]]:
-    """Returns milliseconds of each step of each system, all ranks together; two first rounds do not count."""
+    """Returns milliseconds of each step of each system, all ranks together; a first round does not count."""
     times: dict[str, list[float]] = {name: [] for name in systems}
-    for turn in range(pairs + 2):
+    for turn in range(pairs + 1):
         for name in systems if turn % 2 else reversed(systems):
             if dist.is_initialized():
                 dist.barrier()
@@ -151,7 +151,7 @@ def alternate(systems: dict[str, Step], pairs: int) -> dict[str, list[float]]:
             systems[name]()
             if dist.is_initialized():
                 dist.barrier()
-            if turn >= 2:
+            if turn >= 1:
                 times[name].append(1e3 * (time.perf_counter() - start))
     return times
 
@@ -170,17 +170,19 @@ def muon(mesh: DeviceMesh, pairs: int) -> list[Row]:
     }
     times = alternate({"ours": step, **peers}, pairs)
     buckets = [bucket for program in optimizer._programs.values() for bucket in program]
-    sent = sum(bucket.exchange.bytes_sent for bucket in buckets if bucket.exchange) / (pairs + 2) / 2**20
-    blocks = torch.tensor([float(sum(len(b.kept) + sum(map(len, b.arriving.values())) for b in buckets))])
-    dist.all_reduce(blocks)
+    sent = sum(bucket.exchange.bytes_sent for bucket in buckets if bucket.exchange) / (pairs + 1) / 2**20
+    blocks, most = sum(len(b.kept) + sum(map(len, b.arriving.values())) for b in buckets), torch.tensor([sent])
+    counted = torch.tensor([float(blocks)])
+    dist.all_reduce(counted)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
     world, numel = dist.get_world_size(), LAYERS * sum(m * n for m, n in MATRICES)
     gathered = 2 * numel * (world - 1) / world / 2**20
     label = f"Muon, {LAYERS} layers of {WIDTH}, {world} ranks"
     print(*optimizer.loads, sep="\n") if dist.get_rank() == 0 else None
     return [
         *against(label, times),
-        row(f"{label}: sent by rank 0; received by full_tensor", "MiB", [sent], [gathered]),
-        row(f"{label}: matrices orthogonalised; by full_tensor", "", [blocks.item()], [world * LAYERS * 7.0]),
+        row(f"{label}: most sent by a rank; by full_tensor", "MiB", [most.item()], [gathered]),
+        row(f"{label}: matrices orthogonalised; by full_tensor", "", [counted.item()], [world * LAYERS * 7.0]),
     ]
 
 
@@ -324,7 +326,9 @@ def main() -> None:
             mp.spawn(work, args=(ranks, options.pairs, some, 29600 + ranks, file), nprocs=ranks)
             rows += [Row(*line) for line in torch.load(file, weights_only=True)]
             file.unlink()
-    publish("optimizer steps", rows, options.json)
+            publish(
+                "optimizer steps", rows, options.json
+            )  # what there is, should a later number of ranks take too long
     peers = [line for line in rows if line.unit == "ms" and line.peer]
     print(
         f"median ratio {statistics.median(line.peer / line.ours for line in peers):.2f} over {len(peers)} rows of time"

@@ -10,6 +10,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from vescale.live import LiveBytes
+
 WIDTH = 64
 
 
@@ -39,7 +41,6 @@ def _sgd(params: Any) -> torch.optim.Optimizer:
 def _above(depth: int, in_backward: bool) -> int:
     """Peak of live bytes above masters and, where the step comes after backward, gradients."""
     from vescale import step_in_backward
-    from vescale.live import LiveBytes
 
     model = _model(depth)
     state = sum(segment.master.nbytes for unit in model.units() for segment in unit.segments)
