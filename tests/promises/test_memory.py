@@ -79,11 +79,11 @@ def _steps() -> list[tuple[int, float]]:
         optimizer.zero_grad()
         if step in (200, 1000):
             gc.collect()
-            seen.append((sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects()), _resident()))
+            seen.append((sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects()), _resident()))
     return seen
 
 
 def test_a_thousand_steps_leave_memory_flat(pool) -> None:
     for (tensors, resident), (later, grown) in pool(2).run(_steps):
-        assert later == tensors
+        assert later <= tensors  # other tests of this worker may have left some to be collected
         assert grown <= resident + 1
