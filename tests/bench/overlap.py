@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -149,6 +150,7 @@ def main() -> None:
         return work(options.rank, options.pairs, options.file)
     if os.geteuid() != 0:
         sys.exit("overlap.py makes network namespaces and needs root: sudo python tests/bench/overlap.py")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # so that the link is taken down then too
     unlink()
     try:
         link()
