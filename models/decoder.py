@@ -357,6 +357,19 @@ class CausalLM(nn.Module):
     def _moes(self) -> dict[str, MoE]:
         return {name: module for name, module in self.named_modules() if isinstance(module, MoE)}
 
+    def export(self, folder: str) -> None:
+        """Writes a new folder that transformers opens; of a sharded model, every rank calls this.
+
+        Args:
+            folder: Absent or empty.
+
+        Raises:
+            ValueError: If ``folder`` holds anything.
+        """
+        from models.hf import save  # which knows every family
+
+        save(self, folder)
+
     def tie_weights(self) -> None:
         """Points the head at the embedding's Parameter if they are tied; ``to_empty`` gives each of them its own."""
         if self.config.tie_word_embeddings and self.lm_head.weight is not self.model.embed_tokens.weight:

@@ -103,6 +103,9 @@ class Trainer:
             if missing:
                 raise ValueError(f"checkpoint {path} was not written by a trainer: it lacks {', '.join(missing)}")
             self.data.check(extra["data"])
+        target = self.config.export
+        if target is not None and _occupied(Path(target)) and extra.get("step", 0) < self.config.steps:
+            raise ValueError(f"trainer.export: expected a new or empty folder, got {target}, which exists")
 
     def _extra_of_newest(self) -> tuple[dict[str, Any], Path | None]:
         """What the newest checkpoint says that has all its files; checksums are compared when the ranks are there."""
@@ -393,13 +396,10 @@ class Trainer:
         return loss
 
     def _export(self, folder: Path) -> None:
-        """Writes the weights as safetensors; each is gathered when it is asked for, and rank 0 keeps it."""
-        named = ((name, p.full_tensor().detach()) for name, p in self.model.named_parameters())
-        if self.lead:
-            self.model_config.export(folder, named)  # type: ignore[attr-defined]
-        for _ in named:  # the other ranks take part in every gather
-            pass
-        self._say(f"exported: {folder}")
+        """Writes the weights as safetensors, once: a run that is complete already has them there."""
+        if not _occupied(folder):
+            self.model.export(folder)
+            self._say(f"exported: {folder}")
 
     # --- saving ---
 
@@ -581,3 +581,7 @@ class Trainer:
         if self.parallelism.ep > 1:
             raise NotImplementedError("a plan with parallelism.ep > 1: dealt experts are planned on their ranks only")
         return preview(self.model, self.parallelism.shard_ranks(world))
+
+
+def _occupied(folder: Path) -> bool:
+    return folder.exists() and (not folder.is_dir() or any(folder.iterdir()))

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from pool import Pool
 
 from models import LlamaConfig
+from models.hf import load
 from optimizers import AdamW, Constant, Linear, Muon
 from vescale.data import TextData
 from vescale.mesh import ParallelismConfig, pick_device, process_group
@@ -303,3 +304,14 @@ def test_a_rank_that_fails_ends_the_others(pool: Any) -> None:
         assert time.monotonic() - began < 30  # seconds; left alone, rank 0 would wait for half an hour
     finally:
         ranks.stop()
+
+
+def test_the_weights_are_exported_at_the_end_once(pool: Any, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    pool(2).run(_train, tmp_path / "run", export=str(out))
+    found = load(out, dtype=torch.float32)
+    assert sum(p.numel() for p in found.parameters()) == MODEL.num_parameters()
+    assert all(p.isfinite().all() for p in found.parameters())
+    pool(2).run(_train, tmp_path / "run", export=str(out))  # complete: it goes on from nothing, and leaves the folder
+    with pytest.raises(ValueError, match="trainer.export: expected a new or empty folder, got .*out, which exists"):
+        _trainer(tmp_path / "other", export=str(out)).check(2)
