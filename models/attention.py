@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
-from models.layers import Linear, RMSNorm
+from models.layers import RMSNorm
+from models.linear import Linear
 from models.rope import rotate
 
 Mask = torch.Tensor | BlockMask | None

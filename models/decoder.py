@@ -357,7 +357,12 @@ class CausalLM(nn.Module):
 
         Args:
             group: The ranks among which each stack is dealt.
+
+        Raises:
+            ValueError: If the model has no experts.
         """
+        if not self._moes():
+            raise ValueError(f"{type(self.config).__name__} has no experts to deal over {group.size()} ranks: use ep=1")
         for moe in self._moes().values():
             parallel = ExpertParallel(group, moe.chooser.weight.shape[0])
             parallel.keep(moe.experts)

@@ -15,19 +15,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from models.linear import Linear, project
+
 IGNORE = -100  # the label of a token that has no loss; torch.nn.functional.cross_entropy's default ignore_index
-
-
-class Linear(nn.Linear):
-    """``nn.Linear``, without a bias unless asked, NaN until it is initialised."""
-
-    def __init__(self, in_features: int, out_features: int, *, bias: bool = False) -> None:
-        super().__init__(in_features, out_features, bias=bias)
-
-    def reset_parameters(self) -> None:
-        """Fills the parameters with NaN; called by the constructor of ``nn.Linear``."""
-        for parameter in self.parameters():
-            nn.init.constant_(parameter, math.nan)
 
 
 class Embedding(nn.Embedding):
@@ -90,7 +80,7 @@ class Head(Linear):
             labels: (...) int64, or None. -100 marks a token without a loss.
         """
         if labels is None:
-            return F.linear(hidden, self.weight)
+            return project(hidden, self.weight)
         return linear_cross_entropy(hidden.flatten(0, -2), self.weight, labels.flatten(), chunk_size=self.chunk_size)
 
 

@@ -13,12 +13,14 @@ Whoever drives a rule decides where each part runs; ``tests/optimizers/conftest.
 from optimizers.adam8bit import Adam8bit
 from optimizers.adamw import AdamW
 from optimizers.muon import Muon
+from optimizers.muon8bit import Muon8bit
 from optimizers.newton_schulz import COEFFICIENTS, newton_schulz
+from optimizers.normuon import NorMuon
 from optimizers.schedule import WSD, Constant, Linear, WarmupCosine
 from optimizers.shampoo import Shampoo
 from optimizers.soap import SOAP
 
 __all__ = [
-    "Adam8bit", "AdamW", "COEFFICIENTS", "Constant", "Linear", "Muon", "SOAP", "Shampoo", "WSD", "WarmupCosine",
-    "newton_schulz",
+    "Adam8bit", "AdamW", "COEFFICIENTS", "Constant", "Linear", "Muon", "Muon8bit", "NorMuon", "SOAP", "Shampoo",
+    "WSD", "WarmupCosine", "newton_schulz",
 ]  # fmt: skip

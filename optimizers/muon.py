@@ -12,7 +12,9 @@ from torch import Tensor
 
 from optimizers.descent import descend
 from optimizers.fields import check, is_count, is_rate, within
+from optimizers.gram_newton_schulz import SAFE, gram_newton_schulz, pays
 from optimizers.kernels.momentum import momentum_
+from optimizers.kronecker import kronecker_block
 from optimizers.newton_schulz import COEFFICIENTS, newton_schulz
 
 # Factor on the step of a logical matrix of m rows (outputs) and n columns (inputs).
@@ -46,7 +48,8 @@ class Muon:
 
     A parameter may be several matrices. The members of a stack (E, m, n) always are. ``rows=128`` makes each 128 rows
     one: heads of a projection. ``split=(4096, 1024, 1024)`` makes one matrix of each of these numbers of rows: queries,
-    keys and values, or gate and up, in one parameter. Step sizes are of the matrices, not of the parameter.
+    keys and values, or gate and up, in one parameter. ``tile=512`` makes each 512 x 512 one, shorter at the edges
+    (arXiv 2606.27216): another update, of which few bytes travel. Step sizes are of the matrices, not of the parameter.
 
     Args:
         lr: Learning rate, parameter units per step; a number, or a 0-d float32 tensor on the parameter's device.
@@ -61,6 +64,9 @@ class Muon:
             lies must not show. bfloat16 or float32.
         rows: Rows of one matrix, a divisor of the parameter's; None: all.
         split: Rows of each matrix that lies in a parameter, from its first row to its last; None: one matrix.
+        iteration: "standard", or "gram" to orthogonalise matrices that are more than twice as long as wide with small
+            products in float16; see ``gram_newton_schulz``.
+        tile: Rows and columns of one matrix at most; None: all.
         cautious: Decay only what the step makes smaller; see ``descend``.
 
     Raises:
@@ -79,6 +85,8 @@ class Muon:
     wire_dtype: torch.dtype = torch.bfloat16
     rows: int | None = None
     split: Sequence[int] | None = None
+    tile: int | None = None
+    iteration: str = "standard"
     cautious: bool = False
 
     finest: ClassVar[int] = 1
@@ -101,6 +109,14 @@ class Muon:
                 self.split is None or (self.rows is None and all(is_count(size, 1) for size in self.split)),
                 "None, or integers >= 1 and no rows",
             ),
+            tile=(
+                self.tile is None or (self.rows is self.split is None and is_count(self.tile, 1)),
+                "None, or an integer >= 1 and neither rows nor split",
+            ),
+            iteration=(
+                self.iteration == "standard" or (self.iteration == "gram" and self.coefficients in SAFE),
+                f"standard, or gram with coefficients of {SAFE}",
+            ),
             cautious=(isinstance(self.cautious, bool), "a bool"),
         )
 
@@ -121,6 +137,8 @@ class Muon:
             raise ValueError(f"Muon: rows={self.rows} does not divide the {shape[-2]} rows of shape {tuple(shape)}")
         if self.split is not None and sum(self.split) != shape[-2]:
             raise ValueError(f"Muon: split={tuple(self.split)} is not the {shape[-2]} rows of shape {tuple(shape)}")
+        if self.tile is not None:
+            return kronecker_block(self, shape, self.tile)
         return (*(1 for _ in shape[:-2]), self.rows or shape[-2], shape[-1])
 
     def cost(self, block: tuple[int, ...]) -> float:
@@ -178,6 +196,8 @@ class Muon:
         gain = ADJUST_LR[self.adjust_lr](*matrices.shape[-2:])
 
         def orthogonal(x: Tensor) -> Tensor:
+            if self.iteration == "gram" and pays(tuple(x.shape)):
+                return gram_newton_schulz(x, self.coefficients, eps=self.eps, gain=gain)
             return newton_schulz(x, self.coefficients, dtype=self.ns_dtype, eps=self.eps, gain=gain)
 
         if matrices.device.type == "cpu":

@@ -88,7 +88,7 @@ def newton_schulz(
     # and 25 times faster than torch's 16-bit product on a processor without instructions for it (512 x 1408, AVX2).
     wide = torch.promote_types(dtype, torch.float32) if x.device.type == "cpu" else dtype
     tall = x.size(-2) > x.size(-1)
-    y = _normalize(x.mT if tall else x, eps).to(dtype).to(wide)
+    y = normalized(x.mT if tall else x, eps).to(dtype).to(wide)
     for row in (*rows, (gain * a, gain * b, gain * c)):
         y = _step(y, row, dtype)
     return (y.mT if tall else y).to(dtype).contiguous()
@@ -103,7 +103,7 @@ def _rows(coefficients: str | Sequence[Row]) -> Sequence[Row]:
     return COEFFICIENTS[coefficients]
 
 
-def _normalize(x: Tensor, eps: float) -> Tensor:
+def normalized(x: Tensor, eps: float) -> Tensor:
     """Returns a contiguous copy of ``x`` with Frobenius norm one, in float32 or wider."""
     wide = torch.promote_types(x.dtype, torch.float32)
     y = x.to(wide, memory_format=torch.contiguous_format, copy=True)

@@ -9,7 +9,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from vescale.backward_step import step_in_backward as step_in_backward
     from vescale.block import Block as Block
+    from vescale.counting import Counters as Counters
+    from vescale.counting import counters as counters
     from vescale.dbuffer import DBuffer as DBuffer
     from vescale.fsdp import fully_shard as fully_shard
     from vescale.fsdp import register_fsdp_forward_method as register_fsdp_forward_method
@@ -29,8 +32,9 @@ if TYPE_CHECKING:
     from vescale.rule import Rules as Rules
 
 _HOME = {
-    "Block": "block", "DBuffer": "dbuffer", "FSDPModule": "fsdp_module", "UnshardHandle": "fsdp_module",
-    "fully_shard": "fsdp", "register_fsdp_forward_method": "fsdp",
+    "Block": "block", "Counters": "counting", "counters": "counting",
+    "DBuffer": "dbuffer", "step_in_backward": "backward_step", "FSDPModule": "fsdp_module",
+    "UnshardHandle": "fsdp_module", "fully_shard": "fsdp", "register_fsdp_forward_method": "fsdp",
     "full_state_dict": "full_state", "iter_full_state": "full_state", "load_full": "full_state",
     "materialize": "meta_init",
     "clip_grad_norm_": "grad_norm", "Optimizer": "optimizer", "RaggedShard": "placement",

@@ -121,7 +121,7 @@ class Blueprint:
                 master: Any = SimpleNamespace(rank=rank, group=group, local=shard)
                 segment = Segment(plan, [], master, trains)
                 for at, tensor in enumerate(plan.tensors):
-                    self._params[tensor.name].__dict__[HOME] = Home(None, segment, at)  # type: ignore[arg-type]
+                    self._params[tensor.name].__dict__[HOME] = Home(None, segment, at)
         runs: list[Run] = []
         for name, routes in self.routing.routes.items():
             names = [route.name for route in routes if self._params[route.name].requires_grad]

@@ -8,15 +8,22 @@ rank runs the same calls.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 
+class Handle(Protocol):
+    """What an asynchronous call returns."""
+
+    def wait(self) -> object:
+        """Blocks until the result may be read."""
+
+
 def all_gather(
     out: torch.Tensor, slot: torch.Tensor, *, group: dist.ProcessGroup, async_op: bool = False
-) -> dist.Work | None:
+) -> Handle | None:
     """Fills ``out`` with every rank's ``slot``; in place when ``slot`` is this rank's part of ``out``.
 
     Args:
@@ -33,13 +40,14 @@ def all_gather(
 
 def reduce_scatter(
     out: torch.Tensor, full: torch.Tensor, *, group: dist.ProcessGroup, async_op: bool = False
-) -> dist.Work | None:
+) -> Handle | None:
     """Leaves in ``out`` this rank's part of the sum of every rank's ``full``; in place when ``out`` is a part of
     ``full``.
 
     Args:
         out: (S,) any dtype.
-        full: (m * S,) same dtype; its contents are undefined afterwards when ``out`` lies in it.
+        full: (m * S,) same dtype; its contents are undefined afterwards when ``out`` lies in it, and it must outlive
+            the returned handle.
         group: The ranks that add up.
         async_op: Return a handle to wait on instead of waiting.
 
@@ -55,7 +63,7 @@ def all_reduce(
     group: dist.ProcessGroup,
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
     async_op: bool = False,
-) -> dist.Work | None:
+) -> Handle | None:
     """Replaces ``tensor`` by its reduction over ``group``; returns the handle when ``async_op``."""
     return dist.all_reduce(tensor, op=op, group=group, async_op=async_op)
 
@@ -68,7 +76,7 @@ def all_to_all(
     send_splits: Sequence[int],
     group: dist.ProcessGroup,
     async_op: bool = False,
-) -> dist.Work | None:
+) -> Handle | None:
     """Fills ``out`` with what each rank sent here; splits may be uneven and empty.
 
     Args:

@@ -25,6 +25,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from vescale import collectives
+from vescale.kernels.pieces import Pieces
 from vescale.placement import RaggedShard
 from vescale.planner import SegmentPlan
 from vescale.ragged_tensor import RaggedTensor, from_local
@@ -48,7 +49,9 @@ class Layout:
         self.rank, self.group = mesh.get_local_rank(mesh.ndim - 1), mesh.get_group(mesh.ndim - 1)
         self.replicas = mesh.get_group(0) if mesh.ndim == 2 else None
         self.spans = [self._span(index) for index in range(len(self.shapes))]  # of each run in this rank's slot
-        self._specs: dict[tuple[int, torch.dtype], DTensorSpec] = {}
+        self.strides = [tuple(math.prod(shape[d + 1 :]) for d in range(len(shape))) for shape in self.shapes]
+        self._specs: dict[torch.dtype, list[DTensorSpec]] = {}
+        self._gaps: dict[bool, Pieces] = {}
 
     def placement_of(self, index: int) -> RaggedShard:
         """What tensor ``index`` sees of the buffer's cut."""
@@ -59,11 +62,24 @@ class Layout:
 
     def wrap(self, index: int, run: torch.Tensor) -> RaggedTensor:
         """Returns the DTensor whose local tensor is ``run``: this rank's elements of tensor ``index``."""
-        key = (index, run.dtype)
-        if key not in self._specs:
-            placements = [Replicate()] * (self.mesh.ndim - 1) + [self.placement_of(index)]
-            self._specs[key] = from_local(run, self.mesh, placements, shape=self.shapes[index])._spec
-        return RaggedTensor(run, self._specs[key])
+        if run.dtype not in self._specs:
+            whole = [Replicate()] * (self.mesh.ndim - 1)
+            self._specs[run.dtype] = [
+                from_local(
+                    run.new_empty(stop - start), self.mesh, [*whole, self.placement_of(i)], shape=self.shapes[i]
+                )._spec
+                for i, (start, stop) in enumerate(self.spans)
+            ]
+        # Not through the constructor, which costs more than all of this: gradients are wrapped anew at every step.
+        return torch.Tensor._dtensor__new__(RaggedTensor, run, self._specs[run.dtype][index], requires_grad=False)
+
+    def gaps(self, sharded: bool) -> Pieces:
+        """What belongs to no tensor, in this rank's shard or in the whole buffer."""
+        if sharded not in self._gaps:
+            low, high = (self.rank * self.plan.shard_size, self.plan.shard_size) if sharded else (0, self.plan.numel)
+            spans = [(max(start - low, 0), min(stop - low, high)) for start, stop in self.plan.gaps()]
+            self._gaps[sharded] = Pieces.within([(start, stop) for start, stop in spans if stop > start])
+        return self._gaps[sharded]
 
     def _span(self, index: int) -> tuple[int, int]:
         start, stop = self.plan.local(index, self.rank)
@@ -90,6 +106,7 @@ class DBuffer:
     sharded: bool  # whether the local tensor is one shard
     placement: Placement  # of the flat buffer, over the axis that shares it
     local: torch.Tensor  # padding is zero in every sharded buffer that somebody reads
+    _slot: torch.Tensor  # made once: a buffer is gathered and reduced many times
 
     def __init__(
         self,
@@ -109,6 +126,8 @@ class DBuffer:
                 f"DBuffer {placement}: expected a flat local tensor of {expected} elements, got {tuple(local.shape)}"
             )
         self.layout, self.plan, self.placement, self.local = layout, layout.plan, placement, local
+        size = layout.plan.shard_size
+        self._slot = local if self.sharded else local[layout.rank * size : (layout.rank + 1) * size]
 
     @classmethod
     def zeros(
@@ -139,10 +158,14 @@ class DBuffer:
         """Ranks that share the buffer."""
         return self.layout.group
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the local tensor, also while its storage is freed."""
+        return self.local.nbytes
+
     def slot(self) -> torch.Tensor:
         """This rank's shard of the buffer, (S,): the whole local tensor, or its part of a gathered or partial one."""
-        size = self.plan.shard_size
-        return self.local if self.sharded else self.local[self.rank * size : (self.rank + 1) * size]
+        return self._slot
 
     def view(self, index: int) -> torch.Tensor:
         """Tensor ``index`` whole, in its logical shape, as a view of a gathered or partial buffer.
@@ -154,8 +177,7 @@ class DBuffer:
             raise ValueError(
                 f"{self.plan.tensors[index].name}: a sharded DBuffer has no whole tensor; call all_gather() first"
             )
-        start, shape = self.plan.offsets[index], self.layout.shapes[index]
-        return self.local[start : start + math.prod(shape)].view(shape)
+        return self.local.as_strided(self.layout.shapes[index], self.layout.strides[index], self.plan.offsets[index])
 
     def run(self, index: int) -> torch.Tensor:
         """This rank's run of tensor ``index``, (stop - start,), as a view of its slot."""
@@ -168,7 +190,7 @@ class DBuffer:
 
     def all_gather(
         self, out: torch.Tensor | None = None, *, async_op: bool = False
-    ) -> tuple[DBuffer, dist.Work | None]:
+    ) -> tuple[DBuffer, collectives.Handle | None]:
         """Sharded to gathered: casts the shard into its slot of ``out`` and gathers the others around it, in place.
 
         Args:
@@ -183,12 +205,15 @@ class DBuffer:
         """
         if not self.sharded:
             raise ValueError(f"all_gather: expected a sharded DBuffer, got {self.placement}")
-        full = self.local.new_empty(self.plan.numel) if out is None else out
-        gathered = self.sibling(Replicate(), full)
-        gathered.slot().copy_(self.local)
-        return gathered, collectives.all_gather(full, gathered.slot(), group=self.group, async_op=async_op)
+        gathered = self.sibling(Replicate(), self.local.new_empty(self.plan.numel) if out is None else out)
+        return gathered, self.gather_into(gathered, async_op=async_op)
 
-    def reduce_scatter(self, *, async_op: bool = False) -> tuple[DBuffer, dist.Work | None]:
+    def gather_into(self, full: DBuffer, *, async_op: bool = False) -> collectives.Handle | None:
+        """As ``all_gather``, into a gathered buffer that exists; returns the handle when ``async_op``."""
+        full._slot.copy_(self.local)
+        return collectives.all_gather(full.local, full._slot, group=self.group, async_op=async_op)
+
+    def reduce_scatter(self, *, async_op: bool = False) -> tuple[DBuffer, collectives.Handle | None]:
         """Partial to sharded, by summing; the result lies in this rank's slot, in place.
 
         Args:
@@ -200,21 +225,20 @@ class DBuffer:
         Raises:
             ValueError: If the buffer is not partial.
         """
+        return self.sibling(Shard(0), self._slot), self.reduce_into(self._slot, async_op=async_op)
+
+    def reduce_into(self, out: torch.Tensor, *, async_op: bool = False) -> collectives.Handle | None:
+        """As ``reduce_scatter``, into ``out`` (S,), of the same dtype; returns the handle when ``async_op``.
+
+        This buffer must outlive the handle.
+        """
         if self.placement != Partial():
             raise ValueError(f"reduce_scatter: expected a partial DBuffer, got {self.placement}")
-        work = collectives.reduce_scatter(self.slot(), self.local, group=self.group, async_op=async_op)
-        return self.sibling(Shard(0), self.slot()), work
+        return collectives.reduce_scatter(out, self.local, group=self.group, async_op=async_op)
 
     def zero_gaps(self) -> None:
         """Zeroes the elements that belong to no tensor, so that nothing of a recycled storage is ever reduced."""
-        if self.sharded:
-            base = self.rank * self.plan.shard_size
-            spans = [(max(start - base, 0), min(stop - base, self.plan.shard_size)) for start, stop in self.plan.gaps()]
-        else:
-            spans = list(self.plan.gaps())
-        for start, stop in spans:
-            if stop > start:
-                self.local[start:stop].zero_()
+        self.layout.gaps(self.sharded).zero_(self.local)
 
     def norm(self, p: float = 2.0) -> torch.Tensor:
         """The p-norm over every tensor of the buffer, 0-d float32, complete on every rank.

@@ -130,13 +130,8 @@ class Gradient:
         """Adds the gradients that backward has left, unreduced, to the tree."""
         terms = []
         for unit, segment in self.pairs:
-            full = unit._grad_full(segment)
-            for index in set(range(len(segment.members))) - segment.written:
-                full.view(index).zero_()
-            full.zero_gaps()
+            full = unit.take_partial(segment)
             terms.append(reduce_(full.local, group=full.group))
-            segment.grad_full = None
-            segment.written.clear()
         self.sum.add_(terms)
 
     def put(self) -> None:

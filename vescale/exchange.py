@@ -60,7 +60,7 @@ class Flight(NamedTuple):
 
     received: torch.Tensor
     sent: torch.Tensor
-    work: dist.Work | None
+    work: collectives.Handle | None
 
     def land(self) -> torch.Tensor:
         """Waits and returns what arrived."""

@@ -238,7 +238,8 @@ class RaggedTensor(DTensor):
             return _local(func, args, kwargs)
         raise NotImplementedError(
             f"{func} on a RaggedTensor {_shapes(args)}: only element-wise operators and full reductions see a run of "
-            "elements; take full_tensor() for the whole tensor or to_local() for this rank's run"
+            "elements; take full_tensor() for the whole tensor or to_local() for this rank's run. Parameters are whole "
+            "in a module's forward, and in a method given to register_fsdp_forward_method"
         )
 
 

@@ -49,10 +49,14 @@ def _vector_norms(tensors: Sequence[Any], p: float, dtype: torch.dtype | None) -
 def _norm(
     x: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    if dim not in (None, []) and sorted(d % x.ndim for d in dim) != list(range(x.ndim)):
-        raise NotImplementedError(f"norm of a RaggedTensor over dims {dim}; only over all of them")
+    _check_all_dims("norm", x, dim)
     value = _vector_norms([x], float(p), dtype)[0]
     return value.reshape([1] * x.ndim) if keepdim else value
+
+
+def _check_all_dims(what: str, x: Any, dim: Any) -> None:
+    if dim not in (None, []) and sorted(d % x.ndim for d in dim) != list(range(x.ndim)):
+        raise NotImplementedError(f"{what} of a RaggedTensor over dims {dim}; only over all of them")
 
 
 def _foreach_norm(tensors: Sequence[Any], p: Any = 2, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
@@ -95,6 +99,16 @@ def _extreme(
     return run
 
 
+def _over_dims(what: str, extreme: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """An amax or amin, which name dims; all of them, or none, which means all."""
+
+    def run(x: Any, dim: Any = None, keepdim: bool = False) -> torch.Tensor:
+        _check_all_dims(what, x, dim)
+        return extreme(x).reshape([1] * x.ndim) if keepdim else extreme(x)
+
+    return run
+
+
 def _lowest(dtype: torch.dtype) -> Any:
     return False if dtype is torch.bool else -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min
 
@@ -119,14 +133,19 @@ def _unscale(tensors: Sequence[Any], found_inf: torch.Tensor, inv_scale: torch.T
         collectives.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=group)
 
 
+_max = _extreme(torch.max, dist.ReduceOp.MAX, _lowest)
+_min = _extreme(torch.min, dist.ReduceOp.MIN, _highest)
+
 REDUCTIONS: dict[Any, Callable[..., Any]] = {
     aten.linalg_vector_norm.default: _norm,
     aten.norm.Scalar: _norm,
     aten._foreach_norm.Scalar: _foreach_norm,
     aten.sum.default: _sum,
     aten.mean.default: _mean,
-    aten.max.default: _extreme(torch.max, dist.ReduceOp.MAX, _lowest),
-    aten.min.default: _extreme(torch.min, dist.ReduceOp.MIN, _highest),
+    aten.max.default: _max,
+    aten.min.default: _min,
+    aten.amax.default: _over_dims("amax", _max),
+    aten.amin.default: _over_dims("amin", _min),
     aten.any.default: _extreme(torch.any, dist.ReduceOp.MAX, lambda dtype: False),
     aten.all.default: _extreme(torch.all, dist.ReduceOp.MIN, lambda dtype: True),
     aten.equal.default: _equal,

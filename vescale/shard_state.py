@@ -42,12 +42,13 @@ class Tree:
     replicating: Unit | None  # and, with replicas, the all-reduces of the one before
     root: ShardState | None  # the outermost module whose forward is running
     backwards: int  # that have ended
+    stepped: list[Unit]  # in this backward
     is_last_backward: bool  # False leaves the last reduce-scatter in flight when backward ends
     post_optim_event: Any  # the next forward waits for it before it gathers; then it is forgotten
 
     def __init__(self, states: Sequence[ShardState], anatomy: Anatomy) -> None:
         self.states, self.anatomy = list(states), anatomy
-        self.order, self.entered, self.hinted = [], [], set()
+        self.order, self.entered, self.hinted, self.stepped = [], [], set(), []
         self.reducing, self.replicating, self.root, self.callback_queued = None, None, None, False
         self.backwards, self.is_last_backward, self.post_optim_event = 0, True, None
 
@@ -64,26 +65,41 @@ class Tree:
         return twin
 
     def start_reduce(self, unit: Unit) -> None:
-        """Starts the reduce-scatters of ``unit``, and takes those in flight one stage on."""
+        """Starts the reduce-scatters of ``unit``, and takes those in flight one stage on; what landed is stepped."""
+        landed = [] if self.replicating is None else [self.replicating]
         if self.replicating is not None:
             self.replicating.wait_reduce()
         self.replicating = self.reducing if self.reducing is not None and self.reducing.advance_reduce() else None
+        if self.reducing is not None and self.replicating is None:
+            landed.append(self.reducing)
         unit.reduce()
         self.reducing = unit
+        self._step(landed)
 
     def finish_reduce(self) -> None:
         """Waits for the reductions in flight."""
         if self.reducing is not None:
             self.reducing.advance_reduce()
-        for unit in (self.replicating, self.reducing):
-            if unit is not None:
-                unit.wait_reduce()
+        landed = [unit for unit in (self.replicating, self.reducing) if unit is not None]
         self.reducing = self.replicating = None
+        for unit in landed:
+            unit.wait_reduce()
+        self._step(landed)
+
+    def _step(self, landed: Sequence[Unit]) -> None:
+        """Steps units that step in backward; behind the reduce-scatters that were started before."""
+        for unit in landed:
+            if unit.after_reduce is None or not unit.has_fresh_grads:
+                continue
+            if unit in self.stepped:
+                raise RuntimeError(f"{unit.name}: gradients came after the unit was stepped in this backward")
+            self.stepped.append(unit)
+            unit.step()
 
     def reset(self) -> None:
         """Forgets an iteration that did not end, and frees what it held."""
         self.reducing, self.replicating, self.root, self.callback_queued = None, None, None, False
-        self.entered, self.hinted = [], set()
+        self.entered, self.hinted, self.stepped = [], set(), []
         for state in self.states:
             state.in_backward, state.owes, state.pending = False, False, 0
             state.to_run.clear()
@@ -267,7 +283,7 @@ class ShardState:
     def _watch_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Routes the inputs through a node whose backward says that this module's backward is done."""
         found: dict[int, torch.Tensor] = {}
-        _map_tensors(lambda t: found.setdefault(id(t), t) if t.requires_grad else None, (args, kwargs))
+        _map_tensors(lambda t: found.setdefault(id(t), t) if t.requires_grad else t, (args, kwargs))
         if not found:
             return args, kwargs
         watched = dict(zip(found, _Watch.apply(self, *found.values()), strict=True))
@@ -312,6 +328,7 @@ class ShardState:
             tree.finish_reduce()
         tree.callback_queued = False
         tree.backwards += 1
+        tree.stepped.clear()
 
 
 def state_of(module: nn.Module) -> ShardState | None:
@@ -337,8 +354,20 @@ def _cast(values: Any, dtype: torch.dtype) -> Any:
     return _map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, values)
 
 
+_PLAIN = (type(None), bool, int, float, str)
+
+
 def _map_tensors(fn: Callable[[torch.Tensor], Any], values: Any) -> Any:
     """Applies ``fn`` to every tensor in containers that torch knows, and in dataclasses, which it takes for leaves."""
+
+    if isinstance(values, torch.Tensor):
+        return fn(values)
+    if type(values) in _PLAIN:
+        return values
+    if type(values) is tuple:  # what modules mostly get; pytree costs ten times as much
+        return tuple([_map_tensors(fn, value) for value in values])
+    if type(values) is dict:
+        return {key: _map_tensors(fn, value) for key, value in values.items()}
 
     def leaf(value: Any) -> Any:
         if isinstance(value, torch.Tensor):

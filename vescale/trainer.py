@@ -565,6 +565,9 @@ class Trainer:
 
         Raises:
             ValueError: If the ranks do not fit the parallelism.
+            NotImplementedError: With experts that are dealt over ranks.
         """
         self.parallelism.check(world)
+        if self.parallelism.ep > 1:
+            raise NotImplementedError("a plan with parallelism.ep > 1: dealt experts are planned on their ranks only")
         return preview(self.model, world)

@@ -8,7 +8,12 @@ Every parameter is two ``nn.Parameter`` objects, made once and swapped in ``modu
 
     unshard()    master shard --cast--> its slot of `full`, all-gather in place; the views are the parameters
     reshard()    storage of `full` freed; the views stay, and become valid again with the next unshard
-    reduce()     `grad_full`, each gradient written once, is reduce-scattered in place and added to the shard
+    reduce()     `grad_full`, each gradient written once, is reduce-scattered; the sum is the gradient shard, or is
+                 added to it
+
+A gradient reaches `grad_full` in one of two ways. A layer that knows the contract asks its weight for
+``weight.grad_slot()``, writes there, and sets ``weight.grad_slot_written`` (the first write replaces, later ones add:
+tied weights, several forwards, accumulated micro-batches). Any other gradient is copied there, once, by a hook.
 
 Stages 0 to 2 keep ``full`` between steps: reshard() only puts the sharded parameters back, and unshard() gathers only
 when a master was written since. Stage 0 is a cut over one rank with a copy on every other.
@@ -24,8 +29,10 @@ Buffers of one segment (S = shard size, m ranks)::
 from __future__ import annotations
 
 import copy
+import functools
+import os.path
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -36,58 +43,20 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import Partial, Replicate
 
 from vescale import collectives
-from vescale.block import Block, Lattice
+from vescale.aliases import copy_in, intact, realias_grads, realias_param, strangers
+from vescale.counting import Counters
 from vescale.dbuffer import DBuffer
-from vescale.planner import SegmentPlan, TensorSpec
-from vescale.ragged_tensor import RaggedTensor
-
-HOME = "_vescale_home"  # attribute of a sharded parameter: its Home
-PENDING = "_vescale_pending"  # attribute of a whole parameter that a sharded one will replace
-
-
-@dataclass(eq=False)
-class Member:
-    """One parameter: its name, every module attribute that is it (several when tied), and its block."""
-
-    name: str
-    param: nn.Parameter
-    homes: list[tuple[nn.Module, str]]
-    block: Block = Block(())
-
-
-Version = tuple[int, ...]  # version counters: two equal ones mean that nothing was written between
-
-
-@dataclass(eq=False)
-class Segment:
-    """One buffer of a unit: parameters of one dtype and trainability, with one plan."""
-
-    plan: SegmentPlan
-    members: list[Member]
-    master: DBuffer
-    trainable: bool
-    sharded: list[nn.Parameter] = field(default_factory=list)
-    unsharded: list[nn.Parameter] = field(default_factory=list)
-    full: DBuffer | None = None
-    grad_full: DBuffer | None = None
-    grad: DBuffer | None = None
-    written: set[int] = field(default_factory=set)  # members whose slot of grad_full holds a gradient
-    gathered: Version | None = None  # of the masters that `full` holds; None while its storage is freed
-    part: Part | None = None  # between forward and backward, of an int reshard
-    partial: torch.Tensor | None = None  # (S,) reduced over the shards, not yet over the replicas
-
-
-class Home(NamedTuple):
-    """Where a sharded parameter lies."""
-
-    unit: Unit
-    segment: Segment
-    at: int  # index in the segment
-
-
-def home_of(param: torch.Tensor) -> Home | None:
-    """Returns where a parameter lies; None when no unit holds it."""
-    return param.__dict__.get(HOME)
+from vescale.kernels.accumulate import accumulate_
+from vescale.member import HOME as HOME
+from vescale.member import PENDING as PENDING
+from vescale.member import Home as Home
+from vescale.member import Member as Member
+from vescale.member import Part, own_attributes
+from vescale.member import Segment as Segment
+from vescale.member import home_of as home_of
+from vescale.member import member_specs as member_specs
+from vescale.planner import SegmentPlan
+from vescale.streams import Flight, labelled, lanes_of
 
 
 @dataclass
@@ -100,19 +69,12 @@ class Controls:
     all_reduce_hook: Callable[[torch.Tensor], None] | None = None  # sees each reduced shard before it is accumulated
 
 
-class Part(NamedTuple):
-    """A rank's share of the gathered buffer among a few neighbours."""
-
-    version: Version | None  # of the masters that were gathered
-    local: torch.Tensor  # (m * S / n,)
-
-
 class Reduction(NamedTuple):
     """A segment's gradients on their way: over the shards first, then over the replicas."""
 
     segment: Segment
-    shard: torch.Tensor  # (S,), the result, once ``work`` is done
-    work: dist.Work | None
+    shard: torch.Tensor  # (S,), the result, once the flight has landed
+    flight: Flight
 
 
 class Unit:
@@ -135,6 +97,10 @@ class Unit:
     mesh: DeviceMesh
     mp_policy: MixedPrecisionPolicy
     controls: Controls
+    counters: Counters
+    name: str  # of the modules, as far as its parameters' names agree; labels the profiler's ranges
+    after_reduce: Callable[[Unit], None] | None  # called when fresh gradients lie in the shards; may step and free them
+    has_fresh_grads: bool  # gradients were added that ``after_reduce`` has not seen
 
     def __init__(
         self,
@@ -150,11 +116,14 @@ class Unit:
     ) -> None:
         self.mesh, self.mp_policy, self.controls = mesh, mp_policy, controls
         self.offload_policy, self.zero, self.part_group = offload_policy or OffloadPolicy(), zero, part_group
-        self._gathers: list[dist.Work | None] = []
+        self.counters, self.after_reduce, self.has_fresh_grads = Counters(), None, False
+        self.name = _common_name([member.name for member in members])
+        self._gathers: list[Flight] = []
         self._reduces: list[Reduction] = []
         self._unsharded = self._swapped = False
-        self.segments = [self._segment(plan, members) for plan in plans]
-        self.reshard()
+        with torch.inference_mode(False):  # the first forward may be an inference, the next one is not
+            self.segments = [self._segment(plan, members) for plan in plans]
+        self._swap("sharded")
 
     def homes(self) -> list[tuple[nn.Module, str]]:
         """Every module attribute that is one of this unit's parameters."""
@@ -176,18 +145,20 @@ class Unit:
         if self._unsharded:
             return
         self._unsharded = True
-        for segment in self.segments:
-            self._gather(segment)
+        with torch.no_grad(), labelled("gather", self.name):
+            for segment in self.segments:
+                self._gather(segment)
 
     def wait_unshard(self) -> None:
         """Waits for the all-gathers and puts the whole parameters into the modules."""
-        for work in self._gathers:
-            if work is not None:
-                work.wait()
+        if not self._unsharded or self._swapped:
+            return
+        with labelled("wait_gather", self.name):
+            for flight in self._gathers:
+                flight.wait()
         self._gathers.clear()
-        if self._unsharded and not self._swapped:
-            self._swap("unsharded")
-            self._swapped = True
+        self._swap("unsharded")
+        self._swapped = True
 
     def reshard(self, *, to_part: bool = False) -> None:
         """Puts the sharded parameters back, and frees the gathered buffers, unless the stage keeps them.
@@ -195,6 +166,8 @@ class Unit:
         Args:
             to_part: Keep this rank's share among the ranks of ``part_group``; the next unshard gathers over them alone.
         """
+        if not self._unsharded:
+            return
         self.wait_unshard()
         if self.zero == 3:
             for segment in self.segments:
@@ -209,17 +182,31 @@ class Unit:
 
         Every trainable segment takes part, also where this rank wrote nothing: sizes are a function of the plan only.
         """
-        for segment in self.segments:
-            if not segment.trainable:
-                continue
-            partial = self._grad_full(segment)
-            for index in set(range(len(segment.members))) - segment.written:
+        with torch.no_grad(), labelled("reduce", self.name):
+            for segment in self.segments:
+                if segment.trainable:
+                    self._reduces.append(self._start_reduce(segment))
+
+    def _start_reduce(self, segment: Segment) -> Reduction:
+        partial = self.take_partial(segment)
+        self.counters.reduces += 1
+        self.counters.reduce_bytes += partial.nbytes
+        alone = partial.plan.num_ranks == 1
+        shard = partial.slot() if alone else partial.local.new_empty(partial.plan.shard_size)
+        lane = lanes_of(shard.device).reduce
+        flight = lane.launch(lambda async_op: partial.reduce_into(shard, async_op=async_op), partial.local, shard)
+        return Reduction(segment, shard, flight)
+
+    def take_partial(self, segment: Segment) -> DBuffer:
+        """Hands over what backward wrote, zero where it wrote nothing: this rank's term of the sum."""
+        partial, segment.grad_full = self._grad_full(segment), None
+        for index, param in enumerate(segment.unsharded):
+            if param.grad_slot_written:  # type: ignore[attr-defined]
+                param.grad_slot_written = False  # type: ignore[attr-defined]
+            else:
                 partial.view(index).zero_()
-            partial.zero_gaps()
-            shard, work = partial.reduce_scatter(async_op=True)
-            self._reduces.append(Reduction(segment, shard.local, work))
-            segment.grad_full = None
-            segment.written.clear()
+        partial.zero_gaps()
+        return partial
 
     def advance_reduce(self) -> bool:
         """Takes the reductions in flight one stage on; returns whether some still are.
@@ -239,62 +226,79 @@ class Unit:
 
     def wait_reduce(self) -> None:
         """Waits for the reductions and adds their results, scaled, to the gradients of the sharded parameters."""
-        for segment, shard, work in self._reduces:
-            if work is not None:
-                work.wait()
-            self._accumulate(segment, shard)
-        self._reduces.clear()
+        while self._reduces:
+            with torch.no_grad(), labelled("wait_reduce", self.name):
+                segment, shard, flight = self._reduces.pop(0)
+                flight.wait()
+                self._accumulate(segment, shard)
+                self.has_fresh_grads = True
 
     def _all_reduce(self, reduction: Reduction, replicas: dist.ProcessGroup) -> Reduction:
-        segment, shard, work = reduction
-        if work is not None:
-            work.wait()
+        segment, shard, flight = reduction
+        flight.wait()
         if segment.partial is not None:
             shard.add_(segment.partial)
             segment.partial = None
-        return Reduction(segment, shard, collectives.all_reduce(shard, group=replicas, async_op=True))
+        lane = lanes_of(shard.device).reduce
+        start = functools.partial(collectives.all_reduce, shard, group=replicas)
+        return Reduction(segment, shard, lane.launch(lambda async_op: start(async_op=async_op), shard))
 
     def _hold(self, reduction: Reduction) -> None:
         """Keeps a sum over the shards, in the reduce dtype, until a backward that reduces over the replicas too."""
-        segment, shard, work = reduction
-        if work is not None:
-            work.wait()
-        segment.partial = shard.clone() if segment.partial is None else segment.partial.add_(shard)
+        segment, shard, flight = reduction
+        flight.wait()
+        segment.partial = shard if segment.partial is None else segment.partial.add_(shard)
+
+    def step(self) -> None:
+        """Calls ``after_reduce``, once the gradients are in."""
+        self.has_fresh_grads = False
+        if self.after_reduce is not None:
+            with labelled("step", self.name):
+                self.after_reduce(self)
+
+    def forget_grads(self) -> None:
+        """Frees gradient shards of which no parameter holds a view any more."""
+        for segment in self.segments:
+            if all(param.grad is None for param in segment.sharded):
+                segment.grad = None
 
     @property
     def has_unreduced(self) -> bool:
         """Whether backward wrote gradients that no reduce has taken yet."""
-        return any(segment.written for segment in self.segments)
+        return any(segment.grad_full is not None for segment in self.segments)
 
     def drop(self) -> None:
         """Forgets gradients in flight and frees what was gathered: the way back to a clean state after an exception."""
         for reduction in self._reduces:
-            if reduction.work is not None:
-                reduction.work.wait()
+            reduction.flight.wait()
         self._reduces.clear()
         for segment in self.segments:
             segment.grad_full = segment.partial = None
-            segment.written.clear()
             for param in segment.unsharded:
-                param.grad = None
+                param.grad, param.grad_slot_written = None, False  # type: ignore[attr-defined]
         self.reshard()
 
     # --- the gathered buffer ---
 
     def _gather(self, segment: Segment) -> None:
         """Starts the all-gather of one segment, unless what was gathered last still holds."""
-        version, full = _version(segment), self._full(segment)
-        if segment.gathered == version or full.local is segment.master.local:
+        full, master, part = self._full(segment), segment.master, segment.part
+        version = segment.version()
+        if segment.gathered == version or full.local is master.local:
             return
-        full.local.untyped_storage().resize_(full.local.nbytes)
-        with torch.no_grad():
-            if segment.part is None or segment.part.version != version:
-                work = segment.master.all_gather(full.local, async_op=True)[1]
-            else:
-                own = self._own_part(segment).copy_(segment.part.local)
-                work = collectives.all_gather(full.local, own, group=self.part_group, async_op=True)  # type: ignore[arg-type]
+        full.local.untyped_storage().resize_(full.nbytes)
+        self.counters.gathers += 1
+        self.counters.gather_bytes += full.nbytes
+        lane = lanes_of(full.local.device).gather
+        if part is None or part.version != version:
+            self.counters.cast_bytes += full.nbytes // full.plan.num_ranks
+            flight = lane.launch(lambda async_op: master.gather_into(full, async_op=async_op), full.local)
+        else:
+            own = self._own_part(segment).copy_(part.local)
+            gather = functools.partial(collectives.all_gather, full.local, own, group=self.part_group)  # type: ignore[arg-type]
+            flight = lane.launch(lambda async_op: gather(async_op=async_op), full.local)
         segment.gathered, segment.part = version, None
-        self._gathers.append(work)
+        self._gathers.append(flight)
 
     def _own_part(self, segment: Segment) -> torch.Tensor:
         """This rank's share of the gathered buffer among the ``n`` ranks of ``part_group``, (m * S / n,)."""
@@ -308,24 +312,29 @@ class Unit:
 
     def _drop_stale(self) -> None:
         """A forward without a backward leaves parameters gathered; a step since then has made them old."""
-        if self._unsharded and any(s.gathered is not None and s.gathered != _version(s) for s in self.segments):
+        if self._unsharded and any(s.gathered is not None and s.gathered != s.version() for s in self.segments):
             self.reshard()
 
     # --- gradients ---
 
-    def _write(self, segment: Segment, index: int) -> Callable[[torch.Tensor], None]:
-        """The post-accumulate hook of one unsharded parameter: its gradient goes to its slot, by one copy."""
+    def _slot(self, segment: Segment, index: int) -> torch.Tensor:
+        """Where the gradient of a whole parameter is to be written; ``param.grad_slot``."""
+        self.counters.grads_in_place += 1
+        return self._grad_full(segment).view(index)
 
-        def hook(param: torch.Tensor) -> None:
-            slot = self._grad_full(segment).view(index)
-            if index in segment.written:
-                slot.add_(param.grad)  # type: ignore[arg-type]
-            else:
-                slot.copy_(param.grad)  # type: ignore[arg-type]
-                segment.written.add(index)
-            param.grad = None
-
-        return hook
+    def _take(self, segment: Segment, index: int, param: Any) -> None:
+        """The post-accumulate hook of a whole parameter: its gradient goes to its slot, by one copy."""
+        grad, param.grad = param.grad, None
+        if grad is None:  # a layer wrote the slot and returned nothing
+            return
+        slot = self._grad_full(segment).view(index)
+        if param.grad_slot_written:
+            slot.add_(grad)
+        else:
+            slot.copy_(grad)
+            param.grad_slot_written = True
+        self.counters.grad_copies += 1
+        self.counters.grad_copy_bytes += slot.nbytes
 
     def _accumulate(self, segment: Segment, reduced: torch.Tensor) -> None:
         """gradient shard = (what was there) + multiplier * reduced, in the master's dtype."""
@@ -335,15 +344,8 @@ class Unit:
             multiplier = 1.0
         if any(param._backward_hooks for param in segment.sharded):
             reduced, multiplier = self._hooked(segment, reduced.to(segment.master.local.dtype) * multiplier), 1.0
-        self._realias_grads(segment)  # a hook or a user may have put another gradient there
-        fresh = [index for index, param in enumerate(segment.sharded) if param.grad is None]
-        if len(fresh) == len(segment.sharded) or segment.grad is None:
-            segment.grad = segment.master.sibling(segment.master.placement, torch.empty_like(segment.master.local))
-            torch.mul(reduced.to(segment.grad.local), multiplier, out=segment.grad.local)
-        else:
-            for index in fresh:
-                segment.grad.run(index).zero_()
-            segment.grad.local.add_(reduced.to(segment.grad.local.device), alpha=multiplier)
+        self._add(segment, reduced, multiplier)
+        assert segment.grad is not None
         for index, param in enumerate(segment.sharded):
             if not param.requires_grad:
                 continue
@@ -352,6 +354,26 @@ class Unit:
             for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values():
                 hook(param)
 
+    def _add(self, segment: Segment, reduced: torch.Tensor, multiplier: float) -> None:
+        """Leaves ``multiplier * reduced`` in the gradient shard, added to what parameters have already."""
+        fresh = [index for index, param in enumerate(segment.sharded) if param.grad is None]
+        if len(fresh) < len(segment.sharded):
+            realias_grads(segment)  # a hook or a user may have put another gradient there
+        master = segment.master.local
+        empty = len(fresh) == len(segment.sharded) or segment.grad is None
+        if empty and (reduced.dtype, reduced.device) == (master.dtype, master.device):
+            # What arrived is the gradient: nothing is copied.
+            segment.grad = segment.master.sibling(segment.master.placement, reduced)
+            if multiplier != 1.0:
+                reduced.mul_(multiplier)
+            return
+        if empty:
+            segment.grad = segment.master.sibling(segment.master.placement, torch.empty_like(master))
+        assert segment.grad is not None
+        for index in () if empty else fresh:
+            segment.grad.run(index).zero_()
+        accumulate_(segment.grad.local, reduced.to(master.device), scale=multiplier, fresh=empty)
+
     def _hooked(self, segment: Segment, fresh: torch.Tensor) -> torch.Tensor:
         """Shows each fresh gradient to the hooks of its sharded parameter, as autograd would, and returns the shard."""
         shard = segment.master.sibling(segment.master.placement, fresh)
@@ -359,7 +381,7 @@ class Unit:
             for hook in (param._backward_hooks or {}).values():
                 grad = hook(shard.tensor(index))
                 if grad is not None:
-                    _copy_in(shard.run(index), grad, param, f"a hook of {segment.members[index].name} returned")
+                    copy_in(shard.run(index), grad, param, f"a hook of {segment.members[index].name} returned")
         return fresh
 
     # --- aliases ---
@@ -375,10 +397,11 @@ class Unit:
             ValueError: If a stranger has another shape or another cut, or a module holds another Parameter.
         """
         for segment in self.segments:
-            self._follow_requires_grad(segment)
-            for index, member in enumerate(segment.members):
-                self._realias_param(segment, index, member)
-            self._realias_grads(segment)
+            if not intact(segment):
+                self._follow_requires_grad(segment)
+                for index, member in enumerate(segment.members):
+                    realias_param(segment, index, member)
+            realias_grads(segment)
         self._drop_stale()
 
     def _follow_requires_grad(self, segment: Segment) -> None:
@@ -388,21 +411,6 @@ class Unit:
             if param.requires_grad != whole.requires_grad:
                 self.reshard()  # while the modules hold the one that is replaced, nothing is
                 segment.unsharded[index] = self._unsharded_parameter(segment, index, whole.data)
-
-    def _realias_param(self, segment: Segment, index: int, member: Member) -> None:
-        param, expected = segment.sharded[index], segment.master.run(index)
-        for held in self._strangers(segment, index, member):
-            home = home_of(held)
-            how = "replaced" if home is None else f"tied to {home.segment.members[home.at].name}"
-            raise ValueError(
-                f"{member.name} {tuple(param.shape)} was {how} after fully_shard planned it; tie and replace before "
-                "the parameters are first asked for, or copy the values in (copy_, load_state_dict)"
-            )
-        if param.dtype != expected.dtype:
-            raise ValueError(f"{member.name} is {param.dtype} in a shard of {expected.dtype}; convert the whole model")
-        if param._local_tensor.data_ptr() != expected.data_ptr() and expected.numel():  # type: ignore[attr-defined]
-            expected.copy_(param._local_tensor)  # type: ignore[attr-defined]
-            param._local_tensor = expected  # type: ignore[attr-defined]
 
     def adopt(self) -> None:
         """Copies in the values of Parameters that modules hold instead of this unit's, and puts this unit's back.
@@ -414,34 +422,10 @@ class Unit:
         """
         for segment in self.segments:
             for index, member in enumerate(segment.members):
-                for held in self._strangers(segment, index, member):
-                    _copy_in(segment.master.run(index), held, segment.sharded[index], f"{member.name} was replaced by")
+                for held in strangers(segment, index, member):
+                    copy_in(segment.master.run(index), held, segment.sharded[index], f"{member.name} was replaced by")
         self._swap("sharded")
         self.realias()
-
-    def _strangers(self, segment: Segment, index: int, member: Member) -> list[nn.Parameter]:
-        known = (segment.sharded[index], segment.unsharded[index] if segment.unsharded else None)
-        held = (module._parameters.get(attribute) for module, attribute in member.homes)
-        return [param for param in held if param is not None and all(param is not own for own in known)]
-
-    def _realias_grads(self, segment: Segment) -> None:
-        if segment.grad is not None and all(param.grad is None for param in segment.sharded):
-            segment.grad = None
-        for index, param in enumerate(segment.sharded):
-            if param.grad is not None:
-                self._realias_grad(segment, index, param)
-
-    def _realias_grad(self, segment: Segment, index: int, param: nn.Parameter) -> None:
-        grad = param.grad
-        if segment.grad is None:
-            segment.grad = segment.master.sibling(segment.master.placement, torch.zeros_like(segment.master.local))
-        expected = segment.grad.run(index)
-        if isinstance(grad, RaggedTensor) and (
-            grad._local_tensor.data_ptr() == expected.data_ptr() or not expected.numel()
-        ):
-            return
-        _copy_in(expected, grad, param, f"{segment.members[index].name}.grad is")  # type: ignore[arg-type]
-        param.grad = segment.grad.tensor(index)
 
     # --- building ---
 
@@ -460,7 +444,7 @@ class Unit:
                 start, stop = plan.local(index, master.rank)
                 master.run(index).copy_(member.param.detach().reshape(-1)[start:stop])
             param = nn.Parameter(master.tensor(index), requires_grad=trainable)
-            param.__dict__.update(_own_attributes(member.param) | {HOME: Home(self, segment, index)})
+            param.__dict__.update(own_attributes(member.param) | {HOME: Home(self, segment, index)})
             segment.sharded.append(param)
             member.param = param  # the whole tensor is not kept alive
         return segment
@@ -475,7 +459,7 @@ class Unit:
         self.reshard()
         twin = memo[id(self)] = copy.copy(self)
         twin.controls = copy.deepcopy(self.controls, memo)
-        twin._gathers, twin._reduces = [], []
+        twin._gathers, twin._reduces, twin.counters, twin.after_reduce = [], [], Counters(), None
         twin.segments = [twin._copied_segment(segment, memo) for segment in self.segments]
         return twin
 
@@ -484,7 +468,7 @@ class Unit:
         segment = Segment(old.plan, [replace(member) for member in old.members], master, old.trainable)
         for index, (member, param) in enumerate(zip(segment.members, old.sharded, strict=True)):
             twin = memo[id(param)] = nn.Parameter(master.tensor(index), requires_grad=param.requires_grad)
-            twin.__dict__.update(copy.deepcopy(_own_attributes(param), memo) | {HOME: Home(self, segment, index)})
+            twin.__dict__.update(copy.deepcopy(own_attributes(param), memo) | {HOME: Home(self, segment, index)})
             segment.sharded.append(twin)
             member.param = twin
         return segment
@@ -540,9 +524,11 @@ class Unit:
         trainable = segment.sharded[index].requires_grad
         param = nn.Parameter(torch.empty(0, dtype=view.dtype, device=view.device), requires_grad=trainable)
         param.data = view  # through .data, so that it has a version counter of its own
-        param.__dict__.update(_own_attributes(segment.sharded[index]))
+        param.__dict__.update(own_attributes(segment.sharded[index]))
         if trainable:
-            param.register_post_accumulate_grad_hook(self._write(segment, index))
+            param.grad_slot = functools.partial(self._slot, segment, index)  # type: ignore[attr-defined]
+            param.register_post_accumulate_grad_hook(functools.partial(self._take, segment, index))
+        param.grad_slot_written = False  # type: ignore[attr-defined]
         return param
 
     def _grad_full(self, segment: Segment) -> DBuffer:
@@ -569,56 +555,13 @@ class Unit:
                     module._parameters[attribute] = param
 
 
-def member_specs(members: Sequence[Member]) -> list[TensorSpec]:
-    """Returns a unit's parameters as the planner sees them.
-
-    Parameters of one group lie next to each other, so that an optimizer step is one run per group.
-    """
-    groups = list(dict.fromkeys(member.block.group for member in members))
-    ordered = sorted(members, key=lambda member: groups.index(member.block.group))
-    return [
-        TensorSpec(
-            name=member.name,
-            numel=member.param.numel(),
-            granularity=Lattice(tuple(member.param.shape), member.block.shape).granularity,
-            finest=member.block.finest,
-            kind=(str(member.param.dtype), member.param.requires_grad),
-            itemsize=member.param.element_size(),
-            shape=tuple(member.param.shape),
-            block=tuple(member.block.shape),
-        )
-        for member in ordered
-    ]
-
-
-def _own_attributes(param: torch.Tensor) -> dict[str, Any]:
-    """What a user attached to a parameter; both sides of it carry that."""
-    return {name: value for name, value in param.__dict__.items() if name not in (HOME, PENDING)}
-
-
-def _version(segment: Segment) -> Version:
-    """Counts writes to the masters: to the shard, by operators on the sharded parameters, and to their runs.
-
-    Each count rises on every rank, also where a run is empty, so that all ranks gather or none does.
-    """
-    runs = (param._local_tensor._version for param in segment.sharded)  # type: ignore[attr-defined]
-    return (segment.master.local._version, *(param._version for param in segment.sharded), *runs)
-
-
 def _mesh_device(mesh: DeviceMesh) -> torch.device:
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
 
 
-def _copy_in(expected: torch.Tensor, stranger: torch.Tensor, param: Any, what: str) -> None:
-    """Copies a stranger's values into the view that belongs there."""
-    if tuple(stranger.shape) != tuple(param.shape):
-        raise ValueError(f"{what} a tensor of shape {tuple(stranger.shape)}, expected {tuple(param.shape)}")
-    with torch.no_grad():
-        if not isinstance(stranger, RaggedTensor):
-            expected.copy_(stranger.detach().reshape(-1)[slice(*param.run)])
-        elif stranger.placements == param.placements:
-            expected.copy_(stranger._local_tensor)
-        else:
-            raise ValueError(f"{what} cut by {stranger.placements}, expected {param.placements}; redistribute it first")
+def _common_name(names: Sequence[str]) -> str:
+    """The dotted prefix that all names share: ``layers.0`` of ``layers.0.up.weight`` and ``layers.0.norm.weight``."""
+    paths = [name.split(".")[:-1] for name in names]
+    return ".".join(os.path.commonprefix(paths)) if paths else ""

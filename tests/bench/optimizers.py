@@ -141,9 +141,9 @@ class OwnerMuon:
 
 
 def alternate(systems: dict[str, Step], pairs: int) -> dict[str, list[float]]:
-    """Returns milliseconds of each step of each system, all ranks together; two first rounds do not count."""
+    """Returns milliseconds of each step of each system, all ranks together; a first round does not count."""
     times: dict[str, list[float]] = {name: [] for name in systems}
-    for turn in range(pairs + 2):
+    for turn in range(pairs + 1):
         for name in systems if turn % 2 else reversed(systems):
             if dist.is_initialized():
                 dist.barrier()
@@ -151,7 +151,7 @@ def alternate(systems: dict[str, Step], pairs: int) -> dict[str, list[float]]:
             systems[name]()
             if dist.is_initialized():
                 dist.barrier()
-            if turn >= 2:
+            if turn >= 1:
                 times[name].append(1e3 * (time.perf_counter() - start))
     return times
 
@@ -170,7 +170,7 @@ def muon(mesh: DeviceMesh, pairs: int) -> list[Row]:
     }
     times = alternate({"ours": step, **peers}, pairs)
     buckets = [bucket for program in optimizer._programs.values() for bucket in program]
-    sent = sum(bucket.exchange.bytes_sent for bucket in buckets if bucket.exchange) / (pairs + 2) / 2**20
+    sent = sum(bucket.exchange.bytes_sent for bucket in buckets if bucket.exchange) / (pairs + 1) / 2**20
     blocks = torch.tensor([float(sum(len(b.kept) + sum(map(len, b.arriving.values())) for b in buckets))])
     dist.all_reduce(blocks)
     world, numel = dist.get_world_size(), LAYERS * sum(m * n for m, n in MATRICES)
@@ -324,7 +324,9 @@ def main() -> None:
             mp.spawn(work, args=(ranks, options.pairs, some, 29600 + ranks, file), nprocs=ranks)
             rows += [Row(*line) for line in torch.load(file, weights_only=True)]
             file.unlink()
-    publish("optimizer steps", rows, options.json)
+            publish(
+                "optimizer steps", rows, options.json
+            )  # what there is, should a later number of ranks take too long
     peers = [line for line in rows if line.unit == "ms" and line.peer]
     print(
         f"median ratio {statistics.median(line.peer / line.ours for line in peers):.2f} over {len(peers)} rows of time"

@@ -15,7 +15,7 @@ from models import DeepseekV3Config, Qwen3MoeConfig, hf
 from models.decoder import CausalLM, CausalLMConfig
 from models.expert_parallel import held
 from optimizers import AdamW, Muon
-from vescale import Optimizer, Rules, checkpoint, clip_grad_norm_, fully_shard
+from vescale import Optimizer, Rules, checkpoint, clip_grad_norm_, collectives, fully_shard
 from vescale.mesh import make_expert_mesh
 from vescale.saver import Saver
 
@@ -40,6 +40,7 @@ RULES = Rules(
     matrices=("*_proj.weight", Muon(lr=0.02, ns_dtype=torch.float32, wire_dtype=torch.float32)),
     rest=("*", AdamW(lr=0.01)),
 )
+MATRICES = Rules(matrices=("*_proj.weight", RULES.groups["matrices"].rule))
 TOKENS = 12  # sequences of 5: rows that nothing divides
 
 
@@ -155,3 +156,46 @@ def saved_and_loaded(folder: str, ep: int) -> bool:
 @pytest.mark.parametrize("ep", [1, 2])
 def test_a_checkpoint_does_not_depend_on_how_experts_are_dealt(ep: int, tmp_path: Path, pool: Any) -> None:
     assert all(pool(2).run(saved_and_loaded, str(tmp_path), ep))
+
+
+def bytes_of_a_step(config: CausalLMConfig, ep: int) -> tuple[int, int]:
+    """What this rank sends in the optimizer's step of the experts, and what the plan's cut granules make it send."""
+    model, _ = built(config, ep)
+    optimizer = Optimizer([pair for pair in model.named_parameters() if ".experts." in pair[0]], MATRICES)
+    ids = data(dist.get_rank(), dist.get_world_size())
+    model(ids[:, :-1], ids[:, 1:]).backward()
+    sent: list[int] = []
+    plain = collectives.all_to_all
+
+    def counted(out: torch.Tensor, send: torch.Tensor, **options: Any) -> Any:
+        splits = options["send_splits"]
+        here = splits[dist.get_rank(options["group"])]
+        sent.append((sum(splits) - here) * send.element_size())
+        return plain(out, send, **options)
+
+    collectives.all_to_all = counted
+    try:
+        optimizer.step()
+    finally:
+        collectives.all_to_all = plain
+    return sum(sent), sum(_cut_bytes(run, optimizer.owners) for run in optimizer.runs)
+
+
+def _cut_bytes(run: Any, owners: dict[tuple[str, int], int]) -> int:
+    """Bytes of fp32 that this rank sends for the cut granules of a run: its part to the owner, or the others' back."""
+    total = 0
+    for index, name in enumerate(run.names):
+        for granule in run.boundary(index):
+            start, stop = (run.offsets[index] + at for at in run.lattice(index).granule(granule))
+            low, high = run.rank * run.shard_size, (run.rank + 1) * run.shard_size
+            own = max(min(stop, high) - max(start, low), 0)
+            total += 4 * (stop - start - own if owners[name, granule] == run.rank else own)
+    return total
+
+
+@pytest.mark.parametrize(("experts", "ep", "none"), [(8, 2, True), (4, 2, True), (8, 4, True), (6, 2, False)])
+def test_whole_experts_are_stepped_where_they_are(experts: int, ep: int, none: bool, pool: Any) -> None:
+    """Where each rank that shards them holds as many whole experts as another; else the plan's cut matrices move."""
+    results = pool(4).run(bytes_of_a_step, replace(QWEN, num_experts=experts), ep)
+    assert all(sent == planned for sent, planned in results)
+    assert (sum(sent for sent, _ in results) == 0) == none

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 import recipes
 from vescale.tracking import read_metrics
-from vescale.train import compose, prepare
+from vescale.train import compose, describe, prepare
 
 FOLDER = Path(recipes.__file__).parent
 NAMES = sorted(path.stem for path in (FOLDER / "recipe").glob("*.yaml"))
@@ -107,7 +107,7 @@ def test_a_recipe_plans(name: str, world: int) -> None:
     """Every kind of layer once: as many layers as the dense ones and one more; the rest have the same plans."""
     layers = 4 if "deepseek" in name else 1
     words = [f"recipe={name}", f"model.num_hidden_layers={layers}", f"trainer.global_batch={world}"]
-    text = prepare(compose(words)).describe(world)
+    text = describe(prepare(compose(words)), world)
     assert f"{world} ranks" in text and "padding" in text
 
 
@@ -116,6 +116,15 @@ def test_a_recipe_sets_nothing_below_another_choice(name: str) -> None:
     """A number below `optimizer` in a recipe would outlive `optimizer=...` on the command line."""
     keys = set(OmegaConf.load(FOLDER / "recipe" / f"{name}.yaml"))
     assert keys <= {"defaults"}
+
+
+@pytest.mark.parametrize("optimizer", [name for name in RULES if name != "adamw"])
+def test_embeddings_and_the_head_have_adams_float32_moments_and_their_own_rate(optimizer: str) -> None:
+    trainer = prepare(compose(["recipe=llama_debug_muon", f"optimizer={optimizer}"]))
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        group = trainer.rules.groups[trainer.rules.group_of(name)]
+        assert type(group.rule).__name__ == "AdamW" and group.rule.lr > 0
+    assert trainer.rules.group_of("model.norm.weight") == "norms"
 
 
 def test_large_models_train_in_bfloat16_and_reduce_in_float32() -> None:

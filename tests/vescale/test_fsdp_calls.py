@@ -407,7 +407,7 @@ def _gradients() -> None:
         _compare(scenario, 2e-6)
     _compare(_scaled, 2e-3)
     for cast, output in ((True, torch.float32), (True, None), (False, torch.float64)):
-        _compare(_casts, cast=cast, output=output)
+        _compare(_casts, 2e-2, cast=cast, output=output)  # sums of bf16 in another order
     # Where the sum is in bf16 its order shows; where it is in fp32, casts of equal values are all there is.
     for param, reduce, bound in (
         (torch.bfloat16, torch.float32, 1e-6),

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from optimizers import SOAP, Adam8bit, AdamW, Muon, Shampoo
+from optimizers import SOAP, Adam8bit, AdamW, Muon, Muon8bit, NorMuon, Shampoo
 
 SHAPES = {
     "a": (24, 40),
@@ -32,6 +32,10 @@ RULES: dict[str, dict[str, Any]] = {
     "muon fp32": {"matrices": (MATRICES, Muon(lr=0.02, **WIDE)), "rest": REST},
     "muon, heads": {"matrices": (["a", "b", "stack"], Muon(lr=0.02, rows=8)), "rest": REST},
     "muon, fused": {"matrices": ("a", Muon(lr=0.02, split=(12, 4, 8), cautious=True)), "rest": REST},
+    "muon, tiles": {"matrices": (MATRICES, Muon(lr=0.02, tile=16)), "rest": REST},
+    "muon, gram": {"matrices": (MATRICES, Muon(lr=0.02, iteration="gram")), "rest": REST},
+    "muon8bit": {"matrices": (MATRICES, Muon8bit(lr=0.02)), "rest": REST},
+    "normuon": {"matrices": (MATRICES, NorMuon(lr=0.02)), "rest": REST},
     "adam8bit": {"matrices": (MATRICES, Adam8bit(lr=0.01, min_numel=400)), "rest": REST},
     "adam8bit bnb": {"matrices": ("*", Adam8bit(lr=0.01, min_numel=400, compat="bnb"))},
     "shampoo": {"matrices": (MATRICES, Shampoo(lr=0.01, block_size=16, refresh=2)), "rest": REST},

@@ -155,7 +155,51 @@ def test_a_momentum_of_the_other_convention_is_converted(pool) -> None:
     pool(2).run(_sum_convention)
 
 
+def _state_dict_of_other_dtypes() -> None:
+    """State that was saved in another dtype takes the dtype it has here; codes stay codes."""
+    for rule, name, wanted in (("muon", "momentum", torch.float32), ("adam8bit", "exp_avg", torch.uint8)):
+        model, optimizer = _build(rule)
+        _step(model, optimizer, 0)
+        saved = optimizer.state_dict()
+        state = {
+            key: {n: v.to(torch.bfloat16) if v.is_floating_point() else v.clone() for n, v in values.items()}
+            for key, values in saved["state"].items()
+        }
+        optimizer.load_state_dict({**saved, "state": state})
+        assert optimizer.state[model[0].weight][name].dtype is wanted
+        _step(model, optimizer, 1)
+
+
+def test_loaded_state_has_the_dtype_it_had(pool) -> None:
+    pool(2).run(_state_dict_of_other_dtypes)
+
+
 # --- nothing half done ---
+
+
+def _no_dispatch(rule: str) -> None:
+    from vescale.ragged_tensor import RaggedTensor
+
+    model, optimizer = _build(rule)
+    _step(model, optimizer, 0)
+    seen: list[Any] = []
+    original = RaggedTensor.__torch_dispatch__
+
+    def counted(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        seen.append(func)
+        return original(func, types, args, kwargs)
+
+    RaggedTensor.__torch_dispatch__ = classmethod(counted)  # type: ignore[method-assign]
+    try:
+        optimizer.step()
+    finally:
+        RaggedTensor.__torch_dispatch__ = original  # type: ignore[method-assign]
+    assert not seen
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_step_sees_local_tensors_only(pool, rule: str) -> None:
+    pool(2).run(_no_dispatch, rule)
 
 
 def _failing(rule: str) -> None:

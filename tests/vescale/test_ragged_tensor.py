@@ -170,7 +170,7 @@ def _second_axis() -> None:
     from vescale import RaggedShard, RaggedTensor, clip_grad_norm_, distribute, from_local, redistribute
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    for shape, dim in (((6, 4), 0), ((6, 4), 1), ((4, 3, 5), 0), ((4, 3, 6), 2)):
+    for shape, dim in (((6, 4), 0), ((6, 4), 1), ((5, 3), 0), ((3, 5), 1), ((4, 3, 6), 2)):  # uneven ones too (T-U3)
         torch.manual_seed(1)
         whole = torch.randn(shape)
         part = whole.chunk(2, dim)[mesh.get_local_rank("tp")]

@@ -18,6 +18,7 @@ from vescale.kernels.language import jit, runs_kernels, tl
 
 BLOCK = 2048  # elements of a stretch and of a program
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+ALL = (*FLOATS, torch.float64)
 
 
 def accumulate_(
@@ -26,8 +27,8 @@ def accumulate_(
     """Adds ``scale`` times ``reduced`` to ``grad``, in place.
 
     Args:
-        grad: (n,) float32.
-        reduced: (n,) float32, bfloat16 or float16, left as it is.
+        grad: (n,) float32; the twin takes every float.
+        reduced: (n,) float32, bfloat16 or float16, left as it is; the twin takes every float.
         scale: A number, or () float32 on the same device.
         fresh: Whether ``grad`` holds nothing yet and is overwritten.
         sums: None, or (num_sums(n),) float32, overwritten by the sums of squares of the result.
@@ -36,7 +37,8 @@ def accumulate_(
         ValueError: If a tensor does not fit; nothing is written then.
     """
     _check(grad, reduced, scale, sums)
-    run = accumulate_triton if runs_kernels(grad) else accumulate_torch
+    kernel = runs_kernels(grad) and grad.dtype is torch.float32 and reduced.dtype in FLOATS
+    run = accumulate_triton if kernel else accumulate_torch
     run(grad, reduced, scale=scale, fresh=fresh, sums=sums)
 
 
@@ -80,8 +82,8 @@ def accumulate_triton(
 def _check(grad: Tensor, reduced: Tensor, scale: float | Tensor, sums: Tensor | None) -> None:
     n = grad.numel()
     wanted = {
-        "grad": (grad, (n,), (torch.float32,)),
-        "reduced": (reduced, (n,), FLOATS),
+        "grad": (grad, (n,), ALL),
+        "reduced": (reduced, (n,), ALL),
         "sums": (sums, (num_sums(n),), (torch.float32,)),
         "scale": (scale if isinstance(scale, Tensor) else None, (), (torch.float32,)),
     }

@@ -1,0 +1,86 @@
+"""What is held beside the sharded state does not grow: not with the model's depth, not with the number of steps."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from vescale.live import LiveBytes
+
+WIDTH = 64
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def _model(depth: int) -> nn.Module:
+    from vescale import fully_shard
+
+    model = nn.Sequential(*(Layer() for _ in range(depth)), nn.Linear(WIDTH, 1))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for unit in (*list(model)[:-1], model):
+        fully_shard(unit, mesh=init_device_mesh("cpu", (2,)), mp_policy=policy)
+    return model
+
+
+def _sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=1e-3)
+
+
+def _above(depth: int, in_backward: bool) -> int:
+    """Peak of live bytes above masters and, where the step comes after backward, gradients."""
+    from vescale import step_in_backward
+
+    model = _model(depth)
+    state = sum(segment.master.nbytes for unit in model.units() for segment in unit.segments)
+    if in_backward:
+        step_in_backward(model, _sgd)
+    for _ in range(2):
+        model.zero_grad()
+        with LiveBytes() as live:
+            model(torch.ones(1, WIDTH)).sum().backward()
+    return live.peak - (1 if in_backward else 2) * state
+
+
+def test_transient_memory_does_not_depend_on_depth(pool) -> None:
+    layer = 2 * 4 * WIDTH * WIDTH * 4  # bytes of one layer's gradient buffer
+    for in_backward in (False, True):
+        shallow, deep = (max(pool(2).run(_above, depth, in_backward)) for depth in (4, 32))
+        assert shallow == deep
+        assert deep < 4 * layer  # two gathered layers (bf16), one gradient buffer (fp32), one reduction, activations
+
+
+def _resident() -> float:
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("VmRSS")) / 1024
+
+
+def _steps() -> list[tuple[int, float]]:
+    """Number of tensors and MiB resident after 200 and after 1000 steps."""
+    model = _model(2)
+    optimizer, x, seen = _sgd(model.parameters()), torch.ones(2, WIDTH), []
+    for step in range(1, 1001):
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step in (200, 1000):
+            gc.collect()
+            seen.append((sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects()), _resident()))
+    return seen
+
+
+def test_a_thousand_steps_leave_memory_flat(pool) -> None:
+    for (tensors, resident), (later, grown) in pool(2).run(_steps):
+        assert later == tensors
+        assert grown <= resident + 1

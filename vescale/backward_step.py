@@ -1,0 +1,78 @@
+"""step_in_backward: each unit is stepped as soon as its gradients are reduced, while earlier units still compute.
+
+::
+
+    backward    b.3      b.2      b.1      b.0
+    reduces              r.3      r.2      r.1      r.0
+    steps                         s.3      s.2      s.1  s.0
+
+Gradient shards of one or two units exist at a time instead of those of the whole model, and the optimizer's time hides
+communication. What needs all gradients before any step cannot be had together with it: clipping by the global norm, and
+skipping a step that is not finite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from vescale.fsdp_module import FSDPModule
+from vescale.unit import Unit, home_of
+
+
+def step_in_backward(
+    model: nn.Module,
+    make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+    *,
+    max_norm: float | None = None,
+    non_finite: str = "raise",
+) -> list[torch.optim.Optimizer]:
+    """Gives each unit of ``model`` an optimizer that steps, and frees the gradients, as soon as they are reduced.
+
+    A backward without gradient synchronisation steps nothing, so micro-batches add up as usual. Every backward with it
+    is a step.
+
+    Args:
+        model: The outermost module that ``fully_shard`` was called on, after its weights have a device.
+        make_optimizer: Makes the optimizer of a unit's trainable parameters, e.g. ``lambda params: AdamW(params)``.
+        max_norm: Must be None: clipping waits for every gradient.
+        non_finite: Must be "raise": skipping a step waits for every gradient too.
+
+    Returns:
+        One optimizer per unit that has trainable parameters, in definition order; for schedulers and checkpoints.
+
+    Raises:
+        ValueError: With clipping or skipping; if the model is not sharded, has trainable parameters outside every unit,
+            or steps in backward already.
+    """
+    if max_norm is not None or non_finite != "raise":
+        raise ValueError(
+            f"step_in_backward: expected max_norm=None and non_finite='raise', got {max_norm} and {non_finite!r}: both "
+            "need every gradient before the first step; call optimizer.step() after backward instead"
+        )
+    if not isinstance(model, FSDPModule):
+        raise ValueError(f"step_in_backward: expected a module that fully_shard was called on, got {type(model)}")
+    outside = [name for name, p in model.named_parameters() if p.requires_grad and home_of(p) is None]
+    units = list(model.units())
+    if outside or any(unit.after_reduce is not None for unit in units):
+        what = f"{outside[0]} is in no unit" if outside else "the model steps in backward already"
+        raise ValueError(f"step_in_backward: {what}")
+    optimizers = []
+    for unit in units:
+        params = [p for segment in unit.segments for p in segment.sharded if p.requires_grad]
+        if params:
+            optimizers.append(make_optimizer(params))
+            unit.after_reduce = _stepper(optimizers[-1])
+    return optimizers
+
+
+def _stepper(optimizer: torch.optim.Optimizer) -> Callable[[Unit], None]:
+    def step(unit: Unit) -> None:
+        unit.realias()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        unit.forget_grads()
+
+    return step
