@@ -8,9 +8,10 @@ here of a rank is what that rank would do.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,34 +28,35 @@ from vescale.trainer import Trainer
 from vescale.unit import HOME, Home, Segment
 
 
-class PlannedUnit(NamedTuple):
+@dataclass(frozen=True)
+class PlannedUnit:
     """One unit: its name, "" for the root, and its buffers."""
 
     name: str
     plans: tuple[SegmentPlan, ...]
     trainable: tuple[bool, ...]  # of each buffer
 
-    @property
+    @cached_property
     def shard(self) -> int:
         """Elements of one rank's shards."""
         return sum(plan.shard_size for plan in self.plans)
 
-    @property
+    @cached_property
     def whole(self) -> int:
         """Elements of the gathered buffers, padding included."""
         return sum(plan.numel for plan in self.plans)
 
-    @property
+    @cached_property
     def trained_shard(self) -> int:
         """Elements of one rank's gradient shards."""
         return sum(plan.shard_size for plan, trains in zip(self.plans, self.trainable, strict=True) if trains)
 
-    @property
+    @cached_property
     def trained(self) -> int:
         """Elements of the buffers that gradients are written to."""
         return sum(plan.numel for plan, trains in zip(self.plans, self.trainable, strict=True) if trains)
 
-    @property
+    @cached_property
     def largest(self) -> int:
         """Elements of the largest parameter."""
         return max((tensor.numel for plan in self.plans for tensor in plan.tensors), default=0)
@@ -80,6 +82,7 @@ class Blueprint:
         self.num_ranks, self.routing, self.rules = num_ranks, trainer.routing, trainer.rules
         self._params: dict[str, nn.Parameter] = dict(trainer.model.named_parameters())
         self._runs: dict[int, list[Run]] = {}
+        self._buckets: dict[int, list[Bucket]] = {}
         trainer.shard()
         self.units = [self._unit(name, plans) for name, plans in trainer.preview(num_ranks)]
 
@@ -97,7 +100,7 @@ class Blueprint:
         """The other units, in the order of forward."""
         return self.units[1:]
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements of all parameters."""
         return sum(plan.useful for unit in self.units for plan in unit.plans)
@@ -136,7 +139,9 @@ class Blueprint:
 
     def buckets(self, rank: int) -> list[Bucket]:
         """Returns what travels together in the step of ``rank``, in order."""
-        return pack(self.runs(rank), self._dealt[0])
+        if rank not in self._buckets:
+            self._buckets[rank] = pack(self.runs(rank), self._dealt[0])
+        return self._buckets[rank]
 
     @cached_property
     def lattices(self) -> list[tuple[Run, int, Lattice]]:
@@ -157,15 +162,18 @@ class Blueprint:
         """
         load, shard = np.zeros(self.num_ranks), 0
         blocks = {run.names[index]: (run, index, lattice) for run, index, lattice in self.lattices}
-        for unit in self.units:
-            for plan in unit.plans:
-                whole = plan_segment(plan.tensors, num_ranks=self.num_ranks)
-                shard += whole.shard_size
-                for tensor, offset in zip(whole.tensors, whole.offsets, strict=True):
-                    if tensor.name in blocks:
-                        run, index, lattice = blocks[tensor.name]
-                        for granule, cost in enumerate(granule_costs(run, index)):
-                            load[(offset + lattice.granule(granule)[0]) // whole.shard_size] += cost
+        known: dict[Any, SegmentPlan] = {}  # equal layers are planned once
+        for plan in (plan for unit in self.units for plan in unit.plans):
+            key = tuple((tensor.numel, tensor.granularity, tensor.finest) for tensor in plan.tensors)
+            if key not in known:
+                known[key] = plan_segment(plan.tensors, num_ranks=self.num_ranks)
+            whole = known[key]
+            shard += whole.shard_size
+            for tensor, offset in zip(plan.tensors, whole.offsets, strict=True):
+                if tensor.name in blocks:
+                    run, index, lattice = blocks[tensor.name]
+                    starts = offset + lattice.granularity * np.arange(lattice.num_granules)
+                    np.add.at(load, starts // whole.shard_size, granule_costs(run, index))
         return shard, load
 
     @cached_property

@@ -106,7 +106,7 @@ class Forecast:
             "bytes_cut": sum(plan.cut_bytes for unit in self.blueprint.units for plan in unit.plans),
         }
 
-    @property
+    @cached_property
     def _flops(self) -> float:
         return self.model.flops_per_token(self.seq_len)
 

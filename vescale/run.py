@@ -97,6 +97,7 @@ class Run:
         self.start, self.stop = self._slice()
         self.parent = parent or self
         self._parts: dict[tuple[int, int], Run] = {}
+        self._lattices: dict[int, Lattice] = {}  # asked for once for each granule: there may be thousands
         if parent is None:
             flat = self.param()
             self.state = {name: torch.zeros_like(flat, dtype=dtype) for name, dtype in rule.element_state().items()}
@@ -182,8 +183,10 @@ class Run:
 
     def lattice(self, index: int) -> Lattice:
         """Blocks of parameter ``index``."""
-        shape = tuple(self.params[index].shape)
-        return Lattice(shape, self.rule.block_shape(shape))
+        if index not in self._lattices:
+            shape = tuple(self.params[index].shape)
+            self._lattices[index] = Lattice(shape, self.rule.block_shape(shape))
+        return self._lattices[index]
 
     def boundary(self, index: int) -> Boundary:
         """Granules of parameter ``index`` that rank edges cut.
