@@ -13,10 +13,11 @@ if [[ -e /dev/nvidiactl || -e /dev/kfd ]]; then
     ranks=$(.venv/bin/python -c 'import torch; n = torch.cuda.device_count(); print(max((k for k in (1, 2, 4, 8) if k <= n), default=2))')
 fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # one thread a rank: two ranks on two cores lose a factor of ten with two each
-.venv/bin/python -m torch.distributed.run --standalone --nproc-per-node "$ranks" -m vescale.train recipe=llama_debug_muon "$@"
+WORLD_SIZE=$ranks .venv/bin/python -m vescale.train --check recipe=llama_debug_muon "$@" # one line, before any rank starts
+.venv/bin/python -m vescale.torchrun --standalone --nproc-per-node "$ranks" -m vescale.train recipe=llama_debug_muon "$@"
+echo next:
+[[ " $* " == *" optimizer=adamw "* ]] || echo "  .venv/bin/python -m vescale.train recipe=llama_debug_muon optimizer=adamw"
 cat <<'END'
-next:
-  .venv/bin/python -m vescale.train recipe=llama_debug_muon optimizer=adamw
   .venv/bin/python -m vescale.train recipe=llama70b_muon dry_run=true world_size=256
   .venv/bin/python -m vescale.train -m optimizer=muon,adamw trainer.steps=50
 END

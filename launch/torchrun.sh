@@ -3,6 +3,7 @@
 #   bash launch/torchrun.sh recipe=llama8b_muon
 #   NNODES=4 NODE_RANK=0 MASTER_ADDR=node0 bash launch/torchrun.sh recipe=llama70b_muon
 # NPROC: ranks on this node (default: its GPUs). MASTER_PORT: default 29500. DRY_RUN=1 prints the command instead.
+# Exit code 75 asks to be run again: the run was told to stop (SIGTERM, SIGUSR1), and has saved.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-$([[ -x $root/.venv/bin/python ]] && echo "$root/.venv/bin/python" || echo python3)}
@@ -12,7 +13,7 @@ if [[ ${NNODES:-1} -gt 1 ]]; then
     : "${MASTER_ADDR:?NNODES is ${NNODES}: set MASTER_ADDR to the name of node 0}" "${NODE_RANK:?set NODE_RANK to the index of this node, from 0}"
     rendezvous=(--nnodes "$NNODES" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}")
 fi
-command=("$python" -m torch.distributed.run "${rendezvous[@]}" --nproc-per-node "${NPROC:-gpu}" -m vescale.train "$@")
+command=("$python" -m vescale.torchrun "${rendezvous[@]}" --nproc-per-node "${NPROC:-gpu}" -m vescale.train "$@")
 if [[ -n ${DRY_RUN:-} ]]; then
     printf '%q ' "${command[@]}"
     echo

@@ -139,7 +139,8 @@ def _read(checkpoint: Path, config: CausalLMConfig, dtype: torch.dtype) -> Itera
         model = config.build()
     buffers = dict(model.named_buffers())
     wanted = dict(model.named_parameters()) | buffers
-    saved = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    metadata = dcp.FileSystemReader(checkpoint).read_metadata()
+    saved = metadata.state_dict_metadata
     problems = [
         f"{name} {tuple(tensor.shape)}"
         for name, tensor in wanted.items()
@@ -149,10 +150,19 @@ def _read(checkpoint: Path, config: CausalLMConfig, dtype: torch.dtype) -> Itera
         raise ValueError(f"{checkpoint}: of another model, lacks {', '.join(problems)}")
     for names in _chunks({name: 4 * tensor.numel() for name, tensor in wanted.items()}):
         tensors = {f"model.{name}": torch.empty(wanted[name].shape) for name in names}
-        dcp.load(tensors, checkpoint_id=checkpoint, no_dist=True)
+        _fill(tensors, checkpoint, metadata)
         for name in names:
             tensor = tensors.pop(f"model.{name}")
             yield name, tensor if name in buffers else tensor.to(dtype)
+
+
+def _fill(tensors: dict[str, Any], checkpoint: Path, metadata: Any) -> None:
+    """Reads plain tensors in place, in this process alone; ``dcp.load`` would warn that it is alone."""
+    reader, planner = dcp.FileSystemReader(checkpoint), dcp.DefaultLoadPlanner()
+    planner.set_up_planner(tensors, metadata, is_coordinator=True)
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    plan = planner.create_global_plan([planner.create_local_plan()])[0]
+    reader.read_data(planner.finish_plan(plan), planner).wait()
 
 
 def _chunks(sizes: dict[str, int]) -> Iterator[list[str]]:

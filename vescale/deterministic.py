@@ -33,7 +33,7 @@ KNOWN = ("AdamW", "Muon")  # rules whose update of a block does not depend on th
 PIECE = ALIGN  # elements; tensors and shards begin at multiples of it in their buffer
 
 
-def check(*, rules: Rules, world: int, global_batch: int, model: Any) -> None:
+def check(*, rules: Rules, world: int, global_batch: int, model: Any, everything_cut: bool = True) -> None:
     """Raises for what the tree cannot do.
 
     Args:
@@ -41,10 +41,11 @@ def check(*, rules: Rules, world: int, global_batch: int, model: Any) -> None:
         world: Number of ranks.
         global_batch: Samples of a step.
         model: Its configuration.
+        everything_cut: Whether all ranks share one copy of the model, at stage 3.
 
     Raises:
-        NotImplementedError: For another number than a power of two, an expert model, or a rule that is not known to
-            have the same bits for any cut; all of them in one line.
+        NotImplementedError: For another number than a power of two, several copies or a lower stage, an expert model,
+            or a rule that is not known to have the same bits for any cut; all of them in one line.
     """
     problems = [
         f"{name}: expected a power of two, got {count}"
@@ -56,6 +57,8 @@ def check(*, rules: Rules, world: int, global_batch: int, model: Any) -> None:
     others = sorted({type(group.rule).__name__ for group in rules.groups.values()} - {*KNOWN})
     if others:
         problems.append(f"optimizer: expected {' and '.join(KNOWN)}, got {', '.join(others)}")
+    if not everything_cut:
+        problems.append("parallelism: expected one copy of the model, everything cut (dp_shard=-1, zero=3)")
     if getattr(model, "num_experts", 0):
         problems.append("model: expected a dense one; experts take tokens in an order that depends on the ranks")
     if problems:

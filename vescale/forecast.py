@@ -51,6 +51,11 @@ class Forecast:
         self.assumptions: list[str] = []
         if self.parallelism.ep > 1:
             raise NotImplementedError(f"parallelism.ep={self.parallelism.ep}: a plan deals no experts yet; use ep=1")
+        if self.parallelism.shard_ranks(num_ranks) != num_ranks:
+            raise NotImplementedError(
+                f"parallelism.dp_shard={self.parallelism.dp_shard} of {num_ranks} ranks: a plan is of one copy of the "
+                "model; plan for dp_shard ranks"
+            )
         if not hasattr(self.model, "activations"):
             raise NotImplementedError(f"{type(self.model).__name__} does not say what its activations hold")
         self.global_batch, self.micro_batches, self.micro_batch = self._batch()

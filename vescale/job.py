@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 
-from vescale.data import TextData
+from vescale.data import Mixture, TextData
 from vescale.mesh import ParallelismConfig
 from vescale.optimizer import CLIP_POLICIES
 from vescale.rule import Rules
@@ -175,7 +175,7 @@ class RunConfig:
     run_dir: Path
     model: ModelConfig
     optimizer: Mapping[str, Any]
-    data: TextData
+    data: TextData | Mixture
     parallelism: ParallelismConfig
     trainer: TrainerConfig
     tracking: Tracking

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from vescale.block import Block, Lattice
 from vescale.dbuffer import DBuffer
@@ -48,12 +50,28 @@ class Segment:
     partial: torch.Tensor | None = None  # (S,) reduced over the shards, not yet over the replicas
 
     def version(self) -> Version:
-        """Counts writes to the masters: to the shard, by operators on the sharded parameters, and to their runs.
+        """Counts writes to the masters: to the shard, by operators on sharded parameters, to their runs, by optimizers.
 
         Each count rises on every rank, also where a run is empty, so that all ranks gather or none does.
         """
         runs = (param._local_tensor._version for param in self.sharded)  # type: ignore[attr-defined]
-        return (self.master.local._version, *(param._version for param in self.sharded), *runs)
+        shard, steps = self.master.local._version, optimizer_steps()[0]
+        return (shard, steps, *(param._version for param in self.sharded), *runs)
+
+
+@functools.cache
+def optimizer_steps() -> list[int]:
+    """The number of steps of all torch optimizers of this process since this was first asked.
+
+    Fused ones write without raising a version counter.
+    """
+    count = [0]
+
+    def stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        count[0] += 1
+
+    register_optimizer_step_post_hook(stepped)
+    return count
 
 
 class Home(NamedTuple):

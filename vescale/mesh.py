@@ -18,7 +18,8 @@ class ParallelismConfig:
     """How the ranks share the model.
 
     Args:
-        dp_shard: Ranks that share one copy of the model; -1 is all of them.
+        dp_shard: Neighbouring ranks that share one copy of the model; -1 is all of them. A divisor of the world makes
+            several copies, whose gradients are all-reduced (HSDP).
         zero: ZeRO stage of ``fully_shard``.
         reshard_after_forward: Free whole parameters after forward and gather them again for backward; null is True,
             except at the root.
@@ -58,17 +59,21 @@ class ParallelismConfig:
 
         Raises:
             ValueError: If ``dp_shard`` or ``ep`` does not divide the world.
-            NotImplementedError: If it divides the world into several copies.
+            NotImplementedError: If experts are to be dealt in several copies of the model.
         """
         if world % self.ep:
             raise ValueError(f"parallelism.ep={self.ep} does not divide {world} ranks")
-        if self.dp_shard in (-1, world):
-            return
-        if world % self.dp_shard:
+        if world % self.shard_ranks(world):
             raise ValueError(f"parallelism.dp_shard={self.dp_shard} does not divide {world} ranks")
-        raise NotImplementedError(
-            f"parallelism.dp_shard={self.dp_shard} of {world} ranks: several copies of the model are not built; use -1"
-        )
+        if self.ep > 1 and self.shard_ranks(world) != world:
+            raise NotImplementedError(
+                f"parallelism: ep={self.ep} with dp_shard={self.dp_shard} of {world} ranks: experts are dealt in one "
+                "copy of the model; use dp_shard=-1"
+            )
+
+    def shard_ranks(self, world: int) -> int:
+        """Returns how many of ``world`` ranks share one copy of the model."""
+        return world if self.dp_shard == -1 else self.dp_shard
 
     @property
     def mp_policy(self) -> MixedPrecisionPolicy:
@@ -142,9 +147,18 @@ def process_group(device: torch.device) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def make_mesh(device: torch.device) -> DeviceMesh:
-    """Returns the mesh of all ranks, one axis named "dp_shard"."""
-    return init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
+def make_mesh(device: torch.device, *, shard_ranks: int | None = None) -> DeviceMesh:
+    """Returns the mesh of all ranks: one axis "dp_shard", or with several copies two, "dp_replicate" before it.
+
+    Args:
+        device: Of this rank.
+        shard_ranks: Neighbouring ranks that share one copy of the model; divides the world. None: all.
+    """
+    world = dist.get_world_size()
+    if shard_ranks in (None, world):
+        return init_device_mesh(device.type, (world,), mesh_dim_names=("dp_shard",))
+    shape = (world // shard_ranks, shard_ranks)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
 
 
 def make_expert_mesh(device: torch.device, ep: int) -> DeviceMesh:

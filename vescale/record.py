@@ -88,6 +88,24 @@ def _versions() -> dict[str, str]:
     return found
 
 
+def drawing(model: Any) -> list[dict[str, Any]]:
+    """Returns where every tensor of every segment lies, for the report's picture.
+
+    Args:
+        model: Sharded and planned.
+    """
+    plans = [segment.plan for unit in model.units() for segment in unit.segments]
+    return [
+        {
+            "name": f"segment of {plan.tensors[0].name}",
+            "shard_size": plan.shard_size,
+            "num_ranks": plan.num_ranks,
+            "tensors": [(t.name, at, at + t.numel) for t, at in zip(plan.tensors, plan.offsets, strict=True)],
+        }
+        for plan in plans
+    ]
+
+
 # --- verify ---
 
 

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.utils._pytree import tree_map
 
+from vescale import scratch
 from vescale.anatomy import Anatomy
 from vescale.block import Block
 from vescale.unit import Controls, Unit
@@ -85,6 +86,7 @@ class Tree:
         for unit in landed:
             unit.wait_reduce()
         self._step(landed)
+        scratch.clear()
 
     def _step(self, landed: Sequence[Unit]) -> None:
         """Steps units that step in backward; behind the reduce-scatters that were started before."""
@@ -104,6 +106,7 @@ class Tree:
             state.in_backward, state.owes, state.pending = False, False, 0
             state.to_run.clear()
             state.unit.drop()
+        scratch.clear()
 
 
 class ShardState:

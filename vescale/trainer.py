@@ -6,7 +6,6 @@ Every rank runs the same code; what rank 0 alone does (printing, metrics, the ru
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import json
 import math
@@ -23,11 +22,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from vescale import checkpoint, deterministic, record
+from vescale import capacity, checkpoint, deterministic, record
 from vescale.collectives import same_on_every_rank
 from vescale.commit import preview
-from vescale.data import IGNORED, Batch, Dataset, Prefetch
+from vescale.data import Batch, Prefetch, Samples, num_labels
 from vescale.fsdp import fully_shard
+from vescale.garbage import Garbage
 from vescale.health import Health, first_bad
 from vescale.job import RunConfig, TrainerConfig
 from vescale.journal import Journal
@@ -55,7 +55,7 @@ class Trainer:
 
     config: TrainerConfig
     model: Any  # an nn.Module; on the meta device until ``_start``, sharded from then on
-    data: Dataset  # and the next three: set by ``check``
+    data: Any  # an opened data set; and the next three: set by ``check``
     device: torch.device
     micro_batches: int  # a rank's share of a step ...
     micro_size: int  # ... in sequences each
@@ -93,6 +93,7 @@ class Trainer:
         """
         self.check_ranks(world)
         self.device = pick_device(self.config.device)
+        self.needed = capacity.check(self.model.named_parameters(), self.rules, ranks=world, device=self.device)
         self._check_folder()
         self.data = self.data_config.open()
         self._check_data()
@@ -124,7 +125,10 @@ class Trainer:
         self.micro_batches, self.micro_size = self.config.micro_batches(world)
         if self.config.deterministic:
             batch = self.config.global_batch
-            deterministic.check(rules=self.rules, world=world, global_batch=batch, model=self.model_config)
+            shared = self.parallelism.shard_ranks(world) == world and self.parallelism.zero == 3
+            deterministic.check(
+                rules=self.rules, world=world, global_batch=batch, model=self.model_config, everything_cut=shared
+            )
             self.micro_batches, self.micro_size = batch // world, 1
         self.parallelism.check(world)
 
@@ -138,7 +142,7 @@ class Trainer:
         problems, model = [], self.model_config
         if self.data.vocab_size is not None and self.data.vocab_size > model.vocab_size:
             problems.append(f"model.vocab_size={model.vocab_size}, but the data have {self.data.vocab_size} ids")
-        if self.data.validation is None:
+        if not self.data.validations:
             problems.append("data.val_fraction=0 leaves nothing to validate on")
         if problems:
             raise ValueError("; ".join(problems))
@@ -156,14 +160,14 @@ class Trainer:
                 that the last checkpoint does not fit on. Its message is one line.
         """
         record_collectives()
-        with self._tracked(), process_group(self.device), StopSignals() as self.signals, self._collected():
+        with self._tracked(), process_group(self.device), StopSignals() as self.signals, Garbage() as self.garbage:
             self._start()
             self._resume()
             with self._watched() as beat, self._progress() as advance:
                 while self.step < self.config.steps:
                     asked, agreed = self._ask()
                     self.profile.begin(self.step + 1)
-                    loss, norm = self.train_step()
+                    loss, norm = self._step_or_say_why()
                     self.step += 1
                     self._look(loss, norm)
                     self.profile.end(self.step, self._say)
@@ -172,6 +176,13 @@ class Trainer:
                     agreed.wait()
                     self._heed(asked)
             return self._finish()
+
+    def _step_or_say_why(self) -> tuple[Tensor, Tensor]:
+        try:
+            return self.train_step()
+        except (torch.OutOfMemoryError, MemoryError) as problem:
+            line = capacity.exhausted(problem, needed=self.needed, device=self.device)
+            raise Stopped(line) from problem
 
     def train_step(self) -> tuple[Tensor, Tensor]:
         """Takes one optimizer step, or leaves it out where the loss or the gradient is not finite.
@@ -190,11 +201,13 @@ class Trainer:
     def _gradient(self, step: int, *, max_norm: float) -> tuple[Tensor, Tensor, Tensor]:
         """Leaves the clipped gradient of a step's samples in the parameters; returns loss, norm and tokens."""
         batches = [self._to_device(batch) for batch in self.batches.take(step)]
-        tokens = self._sum(sum((labels != IGNORED).sum() for _, labels in batches))
+        tokens = self._sum(sum(num_labels(labels) for _, labels in batches))
         if self.exact is not None:
             return *self._gradient_in_order(self.exact, batches, tokens, max_norm=max_norm), tokens
         total = torch.zeros((), device=self.device)
-        for input_ids, labels in batches:  # gradients leave each rank after every micro-batch: no whole ones are kept
+        for left, (input_ids, labels) in zip(reversed(range(len(batches))), batches, strict=True):
+            # From stage 2 on gradients leave each rank after every micro-batch: no whole ones are kept.
+            self.model.set_requires_gradient_sync(left == 0 or self.parallelism.zero >= 2)
             loss = self.model(input_ids, labels) / tokens
             loss.backward()
             total += loss.detach()
@@ -232,15 +245,24 @@ class Trainer:
         return first_bad(self.model, partial(self._gradient, step - 1, max_norm=math.inf))
 
     @torch.no_grad()
-    def evaluate(self) -> float:
-        """Returns the loss per token of the validation sequences, in nats.
+    def evaluate(self) -> dict[str, float]:
+        """Returns the loss per token of each set of validation sequences, in nats; their mean is ``validation_loss``.
 
         The same sequences for any number of ranks.
         """
+        found, mean, shares = {}, 0.0, 0.0
+        for name, (samples, share) in self.data.validations.items():
+            loss = self._evaluate(samples)
+            mean, shares = mean + share * loss, shares + share
+            if name:
+                found[f"validation_loss/{name}"] = loss
+        return {"validation_loss": mean / shares, **found}
+
+    def _evaluate(self, samples: Samples) -> float:
         losses, counts = [], []
-        for input_ids, labels in self._validation_batches():
+        for input_ids, labels in self._validation_batches(samples):
             losses.append(self.model(input_ids, labels))
-            counts.append((labels != IGNORED).sum())
+            counts.append(num_labels(labels))
         tokens = int(self._sum(torch.stack(counts).sum()))
         if self.exact is not None:
             world = dist.get_world_size()
@@ -252,9 +274,9 @@ class Trainer:
 
     def _start(self) -> None:
         """Shards the model over the ranks, and fills it with the seed's weights."""
-        mesh = make_mesh(self.device)
+        mesh = make_mesh(self.device, shard_ranks=self.parallelism.shard_ranks(dist.get_world_size()))
         digest = hashlib.sha256(json.dumps(self.settings, sort_keys=True).encode()).hexdigest()
-        same_on_every_rank(digest, what="the configuration", group=mesh.get_group())
+        same_on_every_rank(digest, what="the configuration", group=dist.group.WORLD)  # type: ignore[arg-type]
         self._deal_experts()
         self.shard(mesh=mesh)
         self.model.to_empty(device=self.device)
@@ -330,6 +352,7 @@ class Trainer:
         """Opens the metrics after what the checkpoint at ``path`` knows of, and says what begins."""
         self.run_dir.mkdir(parents=True, exist_ok=True)
         checkpoint.write_json(self.run_dir / "config.json", self.settings)
+        checkpoint.write_json(self.run_dir / "plan.json", record.drawing(self.model))
         first = self.step + 1 if path is not None else 0
         world, identity = dist.get_world_size(), extra.get("tracking_id")
         self.facts = record.facts(self.settings, data=self.data.describe(), world=world, device=self.device)
@@ -358,7 +381,8 @@ class Trainer:
         self._settle()
         self._wait_for_save(goes_on=True)
         saved = self._kept == self.step
-        loss = self.evaluate() if saved else self._validate()
+        losses = self.evaluate() if saved else self._validate()
+        loss = losses["validation_loss"]
         if not saved:
             self._require_finite(loss)
             self._save()
@@ -429,8 +453,8 @@ class Trainer:
 
     def _look(self, loss: Tensor, norm: Tensor) -> None:
         """Logs, evaluates and saves when it is time to; after the last step, ``_finish`` evaluates and saves."""
-        if self.step % self.config.gc_every == 0:
-            gc.collect(1)
+        if self._due(self.config.gc_every):
+            self.garbage.collect()
         if self._due(self.config.log_every):
             self._settle()
             self._log(loss, norm)
@@ -477,12 +501,13 @@ class Trainer:
         skipped = {"skipped": self.health.skipped} if self.config.skip_non_finite or self.config.spike else {}
         return skipped | {name: value.item() for name, value in self.loads.items()}
 
-    def _validate(self) -> float:
-        loss = self.evaluate()
+    def _validate(self) -> dict[str, float]:
+        losses = self.evaluate()
         if self.journal is not None:
-            tokens, line = int(self._counted), f"validation loss {loss:.4f}"
-            self.journal.row({"validation_loss": loss}, step=self.step, tokens=tokens, line=line)
-        return loss
+            tokens = int(self._counted)
+            line = "  ".join(f"{name.replace('_', ' ')} {loss:.4f}" for name, loss in losses.items())
+            self.journal.row(losses, step=self.step, tokens=tokens, line=line)
+        return losses
 
     def _say(self, line: str) -> None:
         if self.lead:
@@ -498,17 +523,6 @@ class Trainer:
         finally:
             if self.journal is not None:
                 self.journal.tracker.finish(exit_code=failed)
-
-    @contextmanager
-    def _collected(self) -> Iterator[None]:
-        """Garbage is collected at fixed steps, on all ranks together: at any other time one rank would hold up all."""
-        was = gc.isenabled()
-        gc.disable()
-        try:
-            yield
-        finally:
-            if was:
-                gc.enable()
 
     @contextmanager
     def _watched(self) -> Iterator[Callable[[], None]]:
@@ -540,17 +554,13 @@ class Trainer:
         first = step * self.config.global_batch + dist.get_rank() * share
         return [self.data.train.read(start, self.micro_size) for start in range(first, first + share, self.micro_size)]
 
-    def _validation_batches(self) -> Iterator[Batch]:
+    def _validation_batches(self, samples: Samples) -> Iterator[Batch]:
         """As many batches on every rank, since each forward gathers parameters; what is past the end counts nothing."""
-        samples = self.data.validation
-        assert samples is not None  # _check_data refused the other case
         count = min(self.config.eval_sequences or samples.num_samples, samples.num_samples)
         stride = self.micro_size * dist.get_world_size()
         for begin in range(0, count, stride):
             start = begin + dist.get_rank() * self.micro_size
-            batch = samples.read(start, self.micro_size)
-            batch.labels[max(count - start, 0) :] = IGNORED
-            yield self._to_device(batch)
+            yield self._to_device(samples.read(start, self.micro_size, counted=count - start))
 
     def _to_device(self, batch: Batch) -> Batch:
         return Batch(*(tensor.to(self.device, non_blocking=True) for tensor in batch))
@@ -570,4 +580,4 @@ class Trainer:
         self.parallelism.check(world)
         if self.parallelism.ep > 1:
             raise NotImplementedError("a plan with parallelism.ep > 1: dealt experts are planned on their ranks only")
-        return preview(self.model, world)
+        return preview(self.model, self.parallelism.shard_ranks(world))

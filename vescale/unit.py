@@ -42,7 +42,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import Partial, Replicate
 
-from vescale import collectives
+from vescale import collectives, scratch
 from vescale.aliases import copy_in, intact, realias_grads, realias_param, strangers
 from vescale.counting import Counters
 from vescale.dbuffer import DBuffer
@@ -75,6 +75,7 @@ class Reduction(NamedTuple):
     segment: Segment
     shard: torch.Tensor  # (S,), the result, once the flight has landed
     flight: Flight
+    whole: torch.Tensor | None  # (m * S,), what is summed, free once the flight has landed
 
 
 class Unit:
@@ -195,7 +196,7 @@ class Unit:
         shard = partial.slot() if alone else partial.local.new_empty(partial.plan.shard_size)
         lane = lanes_of(shard.device).reduce
         flight = lane.launch(lambda async_op: partial.reduce_into(shard, async_op=async_op), partial.local, shard)
-        return Reduction(segment, shard, flight)
+        return Reduction(segment, shard, flight, None if alone else partial.local)
 
     def take_partial(self, segment: Segment) -> DBuffer:
         """Hands over what backward wrote, zero where it wrote nothing: this rank's term of the sum."""
@@ -228,25 +229,23 @@ class Unit:
         """Waits for the reductions and adds their results, scaled, to the gradients of the sharded parameters."""
         while self._reduces:
             with torch.no_grad(), labelled("wait_reduce", self.name):
-                segment, shard, flight = self._reduces.pop(0)
-                flight.wait()
-                self._accumulate(segment, shard)
+                reduction = self._reduces.pop(0)
+                _land(reduction)
+                self._accumulate(reduction.segment, reduction.shard)
                 self.has_fresh_grads = True
 
     def _all_reduce(self, reduction: Reduction, replicas: dist.ProcessGroup) -> Reduction:
-        segment, shard, flight = reduction
-        flight.wait()
+        segment, shard = _land(reduction)
         if segment.partial is not None:
             shard.add_(segment.partial)
             segment.partial = None
         lane = lanes_of(shard.device).reduce
         start = functools.partial(collectives.all_reduce, shard, group=replicas)
-        return Reduction(segment, shard, lane.launch(lambda async_op: start(async_op=async_op), shard))
+        return Reduction(segment, shard, lane.launch(lambda async_op: start(async_op=async_op), shard), None)
 
     def _hold(self, reduction: Reduction) -> None:
         """Keeps a sum over the shards, in the reduce dtype, until a backward that reduces over the replicas too."""
-        segment, shard, flight = reduction
-        flight.wait()
+        segment, shard = _land(reduction)
         segment.partial = shard if segment.partial is None else segment.partial.add_(shard)
 
     def step(self) -> None:
@@ -534,7 +533,7 @@ class Unit:
     def _grad_full(self, segment: Segment) -> DBuffer:
         if segment.grad_full is None:
             dtype = self.mp_policy.reduce_dtype or self._full(segment).local.dtype
-            local = torch.empty(segment.plan.numel, dtype=dtype, device=self._device(segment.master.local))
+            local = scratch.take(segment.plan.numel, dtype, self._device(segment.master.local))
             segment.grad_full = segment.master.sibling(Partial(), local)
         return segment.grad_full
 
@@ -559,6 +558,14 @@ def _mesh_device(mesh: DeviceMesh) -> torch.device:
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+
+
+def _land(reduction: Reduction) -> tuple[Segment, torch.Tensor]:
+    """Waits, and gives back the memory of what was summed."""
+    reduction.flight.wait()
+    if reduction.whole is not None:
+        scratch.give(reduction.whole)
+    return reduction.segment, reduction.shard
 
 
 def _common_name(names: Sequence[str]) -> str:

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from live import LiveBytes
 from report import Row, arguments, publish, row
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -28,6 +27,7 @@ from torch.distributed.tensor import Shard
 
 from models import CausalLM, Qwen3MoeConfig
 from vescale import fully_shard
+from vescale.live import LiveBytes
 from vescale.mesh import make_expert_mesh
 
 SIZES: dict[str, Any] = dict(

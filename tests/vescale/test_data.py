@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import vescale.data
+import vescale.data.token_file
 from vescale.data import IGNORED, SHIPPED_FILE, ByteTokenizer, Dataset, Samples, TextData, permute
 
 TEXT_SHA256 = "4ea31573b537e8d007c358af8371396942a00278301f3182cdf0e132f1a95737"
@@ -292,9 +292,9 @@ def test_a_bin_is_mapped_and_read_with_and_without_a_header(
 
 
 def test_a_long_bins_fingerprint_sees_its_ends_and_its_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vescale.data, "WHOLE", 1000)
-    monkeypatch.setattr(vescale.data, "BLOCK", 64)
-    monkeypatch.setattr(vescale.data, "NUM_BLOCKS", 4)
+    monkeypatch.setattr(vescale.data.token_file, "WHOLE", 1000)
+    monkeypatch.setattr(vescale.data.token_file, "BLOCK", 64)
+    monkeypatch.setattr(vescale.data.token_file, "NUM_BLOCKS", 4)
 
     def fingerprint(tokens: list[int]) -> str:
         path = write_bin(tmp_path / "t.bin", tokens)

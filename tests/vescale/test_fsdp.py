@@ -1,4 +1,9 @@
-"""fully_shard trains as one process does: same losses, gradients and weights, on any number of ranks."""
+"""fully_shard trains as one process does: same losses, gradients and weights, on any number of ranks.
+
+Reported cases among them: frozen first, middle, last and all units (T-D3, pytorch#186998); tied parameters of several
+units (T-F4, accelerate#4171); experts that only some ranks use (T-H1, pytorch#158719); plans compared over the ranks
+(T-H3, Megatron-LM#2218).
+"""
 
 from __future__ import annotations
 

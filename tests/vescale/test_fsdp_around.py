@@ -77,9 +77,9 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def _net(block: Callable[[int], nn.Module] = Block) -> Net:
+def _net(block: Callable[[int], nn.Module] = Block, **sizes: int) -> Net:
     torch.manual_seed(2)
-    return Net(block)
+    return Net(block, **sizes)
 
 
 def _x(step: int) -> torch.Tensor:
@@ -178,12 +178,12 @@ def _recompute() -> None:
 def _compiled() -> None:
     from torch._dynamo.testing import CompileCounterWithBackend
 
-    expected = _steps(_net(), 4)
+    expected = _steps(_net(depth=2), 4)
     ways = (("forward", "eager"), ("module", "eager"), ("wrapped", "aot_eager"))
     for how, backend in ways if dist.get_world_size() == 2 else ways[1:2]:
         torch._dynamo.reset()
         counter = CompileCounterWithBackend(backend)
-        model = _net()
+        model = _net(depth=2)
         for i, block in enumerate(model.blocks):
             if how == "forward":
                 block.forward = torch.compile(block.forward, backend=counter)

@@ -1,4 +1,14 @@
-"""FSDP2's calls do here what they do there: one scenario under both gives the same numbers on 2, 3 and 4 ranks."""
+"""FSDP2's calls do here what they do there: one scenario under both gives the same numbers on 2, 3 and 4 ranks.
+
+Reported cases among them:
+
+======  ===============================================================================================
+T-A2    gradients accumulate before they are reduced, after, and across units that differ: torchtune#1275
+T-D2    fp32 accumulated and bf16 fresh gradients in one group, summed in reduce_dtype: pytorch#196996
+T-D5    dataclasses, named tuples and nested dicts are cast: pytorch#153077
+T-N2    methods other than forward: pytorch#156535
+======  ===============================================================================================
+"""
 
 from __future__ import annotations
 

@@ -192,16 +192,21 @@ def _stale(zero: int, reshard: bool | int | None) -> None:
         torch.testing.assert_close(model(x), reference(x), rtol=1e-5, atol=1e-6, msg=lambda m: f"{after}: {m}")
 
     check("nothing")
-    for write in ("operator", "load", "run", "data"):
+    for write in ("operator", "load", "run", "data", "fused"):
         for p, q in zip(held, reference.parameters(), strict=True):
             with torch.no_grad():
-                q.mul_(1.5)
+                q.mul_(1.0 if write == "fused" else 1.5)
                 if write == "operator":
                     p.mul_(1.5)
                 elif write == "run":
                     p.to_local().mul_(1.5)
                 elif write == "data":
                     p.data = p.data * 1.5
+        if write == "fused":  # steps without raising a version counter
+            for params in (held, list(reference.parameters())):
+                for p in params:
+                    p.grad = torch.ones_like(p)
+                torch.optim.AdamW(params, fused=True).step()
         if write == "load":
             model.load_state_dict({name: q.detach() for name, q in reference.named_parameters()})
         check(write)

@@ -1,6 +1,18 @@
 """What a sharded model is between steps: its state in and out, copies of it, and what may not be done to it.
 
-Cases (CASES.md of the project's issue): T-U1 T-U4 T-U12 T-D1 T-D3 T-F1 T-F4 T-I1 T-I3 T-S3 T-S5 T-N5 T-E1 T-E2 T-E3.
+Reported cases:
+
+======  ===================================================================================================
+T-D1    several stored dtypes in one unit: pytorch#156784
+T-I1    buffers that no checkpoint has, after to_empty: transformers#34234
+T-I3    rank 0 reads and scatters, one tensor at a time: transformers#45649
+T-N5    the class keeps its name and signature; pickling says what to do: transformers#34928
+T-S3    the full state is streamed: accelerate#4099
+T-S5    plain names, assign=True: Megatron-LM#7452
+T-E1    deepcopy: pytorch#82070
+T-E2    inference_mode: pytorch#197327
+T-E3    an EMA of shards: NCAR/miles-credit#414
+======  ===================================================================================================
 """
 
 from __future__ import annotations
@@ -18,6 +30,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.nn import functional as F
 
 
@@ -69,10 +82,10 @@ def _net(seed: int = 3) -> Net:
 def _shard(model: Net, **options: Any) -> Net:
     from vescale import fully_shard
 
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    options.setdefault("mesh", init_device_mesh("cpu", (dist.get_world_size(),)))
     for part in model.parts:
-        fully_shard(part, mesh=mesh, **options)
-    fully_shard(model, mesh=mesh, **options)
+        fully_shard(part, **options)
+    fully_shard(model, **options)
     return model
 
 
@@ -247,6 +260,28 @@ def _meta() -> None:
         materialize(lost, "cpu")
     with pytest.raises(ValueError, match="meta device"):
         load_full(unready, bare.state_dict() if dist.get_rank() == 0 else None)
+
+
+def _modes() -> None:
+    """States and copies of every ZeRO stage, of replicas and of offloaded masters."""
+    from vescale import full_state_dict, load_full
+
+    choices: list[dict[str, Any]] = [{"zero": 0}, {"zero": 1}, {"zero": 2}, {"offload_policy": CPUOffloadPolicy()}]
+    if dist.get_world_size() == 4:
+        choices.append({"mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))})
+    for options in choices:
+        whole, model = _net(), _shard(_net(5), **options)
+        _train(model, 1)
+        load_full(model, whole.state_dict() if dist.get_rank() == 0 else None)
+        _same(full_state_dict(model, on_every_rank=True), whole.state_dict())
+        losses = [_train(net) for net in (copy.deepcopy(model), whole)]
+        torch.testing.assert_close(*map(torch.tensor, losses), rtol=1e-6, atol=0, msg=lambda m, o=options: f"{o}: {m}")
+        _same(model.state_dict(), _net().state_dict())
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_states_and_copies_of_every_mode(pool, world: int) -> None:
+    pool(world).run(_modes)
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])

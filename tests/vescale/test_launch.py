@@ -21,7 +21,7 @@ case "$*" in
 *"sys.version_info"*) exit "${TOO_OLD:-0}" ;;
 "-m venv"*) mkdir -p "${@: -1}/bin" && cp "$0" "${@: -1}/bin/python" ;;
 "-m pip"*) exit "${NO_PIP:-0}" ;;
-"-m torch.distributed.run"*) exit "${NO_TORCHRUN:-0}" ;;
+"-m vescale.torchrun"*) exit "${NO_TORCHRUN:-0}" ;;
 esac
 """
 
@@ -60,7 +60,7 @@ def _calls(checkout: Path) -> list[str]:
     return [line for line in lines if line.startswith("-m")]
 
 
-SCRIPTS = sorted(path for folder in ("launch", ".ci") for path in (ROOT / folder).iterdir())
+SCRIPTS = sorted(p for folder in ("launch", ".ci") for p in (ROOT / folder).iterdir() if p.suffix != ".yaml")
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
@@ -77,19 +77,23 @@ def test_a_script_is_sound_shell_and_names_no_registry(script: Path) -> None:
 def test_the_first_call_installs_and_the_second_does_not(checkout: Path) -> None:
     first = _bash(checkout, "launch/quickstart.sh", "trainer.steps=5", "name=a b", TORCH_INDEX_URL="file:///index")
     assert first.returncode == 0, first.stderr
-    venv, install, command = _calls(checkout)
+    venv, install, check, command = _calls(checkout)
+    assert check == "-m vescale.train --check recipe=llama_debug_muon trainer.steps=5 name=a b"
     assert venv == "-m venv --clear .venv"
     assert install.startswith("-m pip install --quiet") and install.endswith("--extra-index-url file:///index -e .")
     assert command == (
-        "-m torch.distributed.run --standalone --nproc-per-node 2 -m vescale.train recipe=llama_debug_muon "
+        "-m vescale.torchrun --standalone --nproc-per-node 2 -m vescale.train recipe=llama_debug_muon "
         "trainer.steps=5 name=a b"
     )
     second = _bash(checkout, "launch/quickstart.sh")
     assert second.returncode == 0 and second.stderr == ""
-    assert len(_calls(checkout)) == 1
+    assert len(_calls(checkout)) == 2
     title, *commands = second.stdout.splitlines()
     assert title == "next:" and len(commands) == 3
     assert [len(points(command.split(" vescale.train ")[1].split())) for command in commands] == [1, 1, 2]
+    repeated = _bash(checkout, "launch/quickstart.sh", "optimizer=adamw")
+    assert "optimizer=adamw" not in repeated.stdout  # it was just run
+    _calls(checkout)
     failed = _bash(checkout, "launch/quickstart.sh", NO_TORCHRUN="3")
     assert (failed.returncode, failed.stdout) == (3, "")
 
@@ -98,11 +102,11 @@ def test_a_changed_project_or_a_broken_installation_is_installed_again(checkout:
     assert _bash(checkout, "launch/quickstart.sh", NO_PIP="1").returncode == 1
     assert len(_calls(checkout)) == 2  # it stopped at the failure
     assert _bash(checkout, "launch/quickstart.sh").returncode == 0
-    assert [call.split()[1] for call in _calls(checkout)] == ["pip", "torch.distributed.run"]
+    assert [call.split()[1] for call in _calls(checkout)] == ["pip", "vescale.train", "vescale.torchrun"]
     with (checkout / "pyproject.toml").open("a") as file:
         file.write("# changed\n")
     assert _bash(checkout, "launch/quickstart.sh").returncode == 0
-    assert [call.split()[1] for call in _calls(checkout)] == ["pip", "torch.distributed.run"]
+    assert [call.split()[1] for call in _calls(checkout)] == ["pip", "vescale.train", "vescale.torchrun"]
 
 
 def test_the_suite_runs_in_the_same_environment(checkout: Path) -> None:
@@ -120,7 +124,7 @@ def test_the_suite_runs_in_the_same_environment(checkout: Path) -> None:
         "-m pytest",
     ]
     assert _bash(checkout, "launch/quickstart.sh").returncode == 0  # an installation with tests has the project
-    assert len(_calls(checkout)) == 1
+    assert len(_calls(checkout)) == 2
 
 
 def test_what_is_missing_is_said_with_the_command_that_brings_it(checkout: Path) -> None:
@@ -135,7 +139,7 @@ def test_what_is_missing_is_said_with_the_command_that_brings_it(checkout: Path)
 
 def test_torchrun_meets_at_node_0(checkout: Path) -> None:
     one = _bash(checkout, "launch/torchrun.sh", "recipe=llama8b_muon", DRY_RUN="1", PYTHON="py")
-    command = "py -m torch.distributed.run --standalone --nproc-per-node gpu -m vescale.train recipe=llama8b_muon"
+    command = "py -m vescale.torchrun --standalone --nproc-per-node gpu -m vescale.train recipe=llama8b_muon"
     assert one.stdout.strip() == command
     nodes = {"NNODES": "4", "NODE_RANK": "3", "MASTER_ADDR": "node0", "NPROC": "8", "DRY_RUN": "1"}
     many = _bash(checkout, "launch/torchrun.sh", "recipe=llama8b_muon", **nodes)
@@ -152,10 +156,39 @@ def test_slurm_starts_one_torchrun_per_node(checkout: Path) -> None:
     assert done.returncode == 0, done.stderr
     for part in (
         "srun --nodes 2 --ntasks 2 --ntasks-per-node 1",
-        "py -m torch.distributed.run --nnodes 2 --nproc-per-node 8",
+        "py -m vescale.torchrun --nnodes 2 --nproc-per-node 8",
         "--rdzv-id 4711 --rdzv-backend c10d --rdzv-endpoint gpu07:29500",
         "-m vescale.train recipe=llama70b_muon",
     ):
         assert part in done.stdout
     outside = _bash(checkout, "launch/slurm.sbatch")
     assert outside.returncode != 0 and "not in a Slurm job" in outside.stderr
+
+
+def test_slurm_puts_a_job_that_was_told_to_stop_back_into_the_queue(checkout: Path) -> None:
+    _program(
+        checkout.parent / "bin" / "scontrol", '#!/usr/bin/env bash\necho "-m scontrol $*" >>"$CALLS"; echo gpu07\n'
+    )
+    _program(checkout.parent / "bin" / "srun", '#!/usr/bin/env bash\nexit "$CODE"\n')
+    job = {"SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "gpu07", "SLURM_JOB_ID": "4711", "PYTHON": "py"}
+    job |= {"SLURM_GPUS_ON_NODE": "8", "SLURM_SUBMIT_DIR": str(checkout)}
+    for code in (0, 2, 75):
+        done = _bash(checkout, "launch/slurm.sbatch", CODE=str(code), **job)
+        assert done.returncode == code
+        again = ["-m scontrol requeue 4711"] * (code == 75)
+        assert [call for call in _calls(checkout) if "requeue" in call] == again
+
+
+def test_the_manifest_of_a_cluster_is_printed_and_nothing_is_sent(checkout: Path) -> None:
+    from omegaconf import OmegaConf
+
+    words = {"IMAGE": "registry/v:1", "RUN": "recipe=llama8b_muon name=mine", "NAME": "big", "NNODES": "4"}
+    done = _bash(checkout, "launch/kubernetes.sh", **words)
+    service, job = map(OmegaConf.create, done.stdout.split("\n---\n"))
+    assert service.metadata.name == job.metadata.name == job.spec.template.spec.subdomain == "big"
+    assert job.spec.completions == job.spec.parallelism == 4
+    (container,) = job.spec.template.spec.containers
+    run = "NODE_RANK=$JOB_COMPLETION_INDEX exec bash /vescale/launch/torchrun.sh recipe=llama8b_muon name=mine"
+    assert container.image == "registry/v:1" and container.command == ["bash", "-c", run]
+    assert {one.name: one.value for one in container.env} == {"NNODES": "4", "NPROC": "8", "MASTER_ADDR": "big-0.big"}
+    assert _bash(checkout, "launch/kubernetes.sh").returncode != 0

@@ -1,6 +1,8 @@
 """A RaggedTensor is its logical tensor.
 
-Every operator it answers gives the numbers of the whole, on any number of ranks.
+Every operator it answers gives the numbers of the whole, on any number of ranks. Reported cases among them: cuts
+that are uneven on two axes (T-U3, pytorch#148894); norms over several meshes (T-C1, pytorch#180346) that are complete
+scalars (T-C2); empty runs in torch's optimizers and checkpoints (T-U11, T-S1).
 """
 
 from __future__ import annotations

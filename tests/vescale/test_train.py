@@ -258,7 +258,7 @@ def test_every_wrong_value_is_named_at_once() -> None:
         (["world_size=4"], "world_size: only dry_run=true takes it"),
         (["dry_run=true", "world_size=0"], "world_size: expected null or a number > 0, got 0"),
         (["trainer.schedule=null"], "trainer.schedule: expected Schedule, got None$"),
-        (["~data._target_"], "data: expected TextData, got {'path'"),
+        (["~data._target_"], "data: expected .*TextData.*Mixture, got {'path'"),
         (["trainer.steps=5", "trainer.schedule.warmup_steps=9"], "trainer.schedule: .*warmup_steps: .* of 5 steps"),
         (["optimizer.rest.pattern=3"], "optimizer.rest: expected pattern [(]one glob or several[)] and rule"),
         (["run_dir=/dev/null/run"], "run_dir: /dev/null/run cannot be made: /dev/null is no folder"),
@@ -274,6 +274,7 @@ def test_every_wrong_value_is_named_at_once() -> None:
         (["model.vocab_size=100"], "model.vocab_size=100, but the data have 320 ids"),
         (["data.seq_len=2048"], "data.seq_len=2048 exceeds model.max_position_embeddings=1024"),
         (["parallelism.dp_shard=3"], "parallelism.dp_shard=3 does not divide 2 ranks"),
+        (["recipe=llama70b_muon", "trainer.device=cpu"], "at least [0-9.,]+ GiB on each of 2 ranks for weights, grad"),
         (["trainer.device=tpu"], "trainer.device: expected auto, cpu or cuda, got 'tpu'"),
     ],
 )

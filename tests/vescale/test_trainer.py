@@ -35,7 +35,14 @@ MODEL = LlamaConfig(
 MUON = {"pattern": "*_proj.weight", "rule": Muon(lr=0.02, ns_dtype=torch.float32, wire_dtype=torch.float32)}
 
 
-def _trainer(run_dir: Path, *, lr: float = 0.01, path: str = "shakespeare", **options: Any) -> Trainer:
+def _trainer(
+    run_dir: Path,
+    *,
+    lr: float = 0.01,
+    path: str = "shakespeare",
+    parallelism: ParallelismConfig = ParallelismConfig(),  # noqa: B008
+    **options: Any,
+) -> Trainer:
     changed = {"steps": 3, "global_batch": 6, "log_every": 1, "eval_every": 2, "eval_sequences": 5, "save_every": 100}
     config = TrainerConfig(**{**changed, "schedule": Constant(), "device": "cpu", **options})
     run = RunConfig(
@@ -44,7 +51,7 @@ def _trainer(run_dir: Path, *, lr: float = 0.01, path: str = "shakespeare", **op
         model=MODEL,
         optimizer={"matrices": MUON, "rest": {"pattern": "*", "rule": AdamW(lr=lr)}},
         data=TextData(path=path, seq_len=16),
-        parallelism=ParallelismConfig(),
+        parallelism=parallelism,
         trainer=config,
         tracking=Tracking(mode="disabled"),
     )
@@ -76,6 +83,17 @@ def test_losses_do_not_depend_on_how_a_batch_is_shared_out(pool: Any, tmp_path: 
     assert _column(whole, "loss")[-1] < _column(whole, "loss")[0]
 
 
+@pytest.mark.parametrize(
+    "options", [{"dp_shard": 2}, {"zero": 0}, {"zero": 1}, {"zero": 2}, {"dp_shard": 2, "zero": 1}]
+)
+def test_losses_do_not_depend_on_copies_nor_on_the_stage(pool: Any, tmp_path: Path, options: dict[str, int]) -> None:
+    batches = {"global_batch": 8, "micro_batch": 1}
+    pool(1).run(_train, tmp_path / "one", **batches)
+    pool(4).run(_train, tmp_path / "four", parallelism=ParallelismConfig(**options), **batches)
+    for key in ("loss", "grad_norm", "validation_loss"):
+        assert _column(tmp_path / "four", key) == pytest.approx(_column(tmp_path / "one", key), rel=1e-5)
+
+
 def _first_losses(run_dir: Path, text: str) -> dict[str, tuple[float, float]]:
     """Of an untrained model: what the trainer says, and the definition on one process."""
     trainer = _trainer(run_dir, path=text)
@@ -88,7 +106,7 @@ def _first_losses(run_dir: Path, text: str) -> dict[str, tuple[float, float]]:
     loss = _loss_per_token(model, trainer.data.train.read(0, 6))
     loss.backward()
     norm = torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in model.parameters()]))
-    evaluated = trainer.evaluate()
+    evaluated = trainer.evaluate()["validation_loss"]
     stepped, clipped = trainer.train_step()
     return {
         "validation": (evaluated, validation),
@@ -197,8 +215,8 @@ def test_parallelism_names_what_it_cannot_do() -> None:
         ParallelismConfig(dp_shard=0, zero=4, max_padding=-1.0)
     with pytest.raises(ValueError, match="dp_shard=3 does not divide 8 ranks"):
         ParallelismConfig(dp_shard=3).check(8)
-    with pytest.raises(NotImplementedError, match="several copies of the model are not built"):
-        ParallelismConfig(dp_shard=4).check(8)
+    with pytest.raises(NotImplementedError, match="ep=2 with dp_shard=4 of 8 ranks: experts are dealt in one copy"):
+        ParallelismConfig(dp_shard=4, ep=2).check(8)
     with pytest.raises(ValueError, match="expected auto, cpu or cuda, got 'gpu'"):
         pick_device("gpu")
 

@@ -1,0 +1,116 @@
+"""Text becomes tokens: the same for any number of workers, after a kill too, and what it is is written beside it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vescale.data import ByteTokenizer, TextData
+from vescale.data.__main__ import main
+from vescale.data.prepare import Work, documents, pieces, prepare
+
+LINES = ["first", "zweiter \u00fc", "", "a\nline", "x" * 200]
+
+
+@pytest.fixture
+def inputs(tmp_path: Path) -> tuple[str, ...]:
+    (tmp_path / "a.txt").write_bytes(b"one\f\ftwo \xff")
+    rows = "".join(json.dumps({"text": line, "id": i}) + "\n" for i, line in enumerate(LINES))
+    (tmp_path / "b.jsonl").write_text(rows + "\n")
+    return str(tmp_path / "a.txt"), str(tmp_path / "b.jsonl")
+
+
+def _expected() -> list[int]:
+    texts = [b"one", b"two \xff", *(line.encode() for line in LINES)]
+    return sum((ByteTokenizer().encode(text, bos=True, eos=True) for text in texts), [])
+
+
+def test_the_pieces_of_a_file_hold_each_line_once(inputs: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    work = Work(inputs=inputs[1:], out="t.bin")
+    for size in (1, 7, 40, 1000):
+        monkeypatch.setattr("vescale.data.prepare.PIECE", size)
+        assert [text for piece in pieces(work) for text in documents(work, piece)] == LINES
+
+
+def test_what_is_prepared_is_trained_on_without_saying_more(
+    inputs: tuple[str, ...], tmp_path: Path, capsys: Any
+) -> None:
+    out = tmp_path / "out" / "t.bin"
+    assert main(["prepare", *inputs, "--out", str(out), "--workers", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert f"7 documents, {len(_expected())} tokens of uint16" in printed and "data.path=" in printed
+    data = TextData(path=str(out), seq_len=8, val_fraction=0, documents_apart=True).open()
+    assert [*data.train.tokens] == _expected() and data.vocab_size == 320
+    facts = json.loads(out.with_suffix(".json").read_text())
+    assert (facts["documents"], facts["tokens"], facts["tokenizer"]) == (7, len(_expected()), "bytes-320")
+    assert facts["fingerprint"] == data.fingerprint and data.describe()["tokenizer"] == "bytes-320"
+    assert sorted(path.name for path in out.parent.iterdir()) == ["t.bin", "t.docs", "t.json"]
+
+
+def test_a_stopped_run_goes_on_from_its_pieces_and_other_work_is_refused(
+    inputs: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, folder = tmp_path / "t.bin", tmp_path / "t.bin.pieces"
+    work = Work(inputs=inputs, out=str(out))
+    with monkeypatch.context() as stopped, pytest.raises(KeyboardInterrupt):
+        stopped.setattr("vescale.data.prepare._join", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+        prepare(work, workers=1)
+    (folder / "000001.bin").unlink()  # it had not come to this one
+    before = (folder / "000000.bin").stat().st_mtime_ns
+    with pytest.raises(ValueError, match="t.bin.pieces holds pieces of other inputs or another tokenizer"):
+        prepare(Work(inputs=inputs[:1], out=str(out)), workers=1)
+    seen: list[int] = []
+    with monkeypatch.context() as kept:
+        kept.setattr(
+            "vescale.data.prepare.shutil.rmtree", lambda path: seen.append((path / "000000.bin").stat().st_mtime_ns)
+        )
+        prepare(work, workers=1)
+    assert seen == [before]
+    assert np.fromfile(out, "<u2").tolist() == _expected()
+
+
+def test_any_tokenizer_json_will_do(inputs: tuple[str, ...], tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["</s>"], initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )  # fmt: skip
+    tokenizer.train_from_iterator(LINES, trainer)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    facts = prepare(
+        Work(inputs=inputs[1:], out=str(tmp_path / "t.bin"), tokenizer=str(tmp_path / "tokenizer.json"), layout="llmc"),
+        workers=1,
+    )
+    data = TextData(path=str(tmp_path / "t.bin"), seq_len=2, val_fraction=0).open()
+    ids = [sum(([*tokenizer.encode(line).ids, tokenizer.token_to_id("</s>")] for line in LINES), [])]
+    assert [[*map(int, data.train.tokens)]] == ids
+    assert facts["tokenizer"].startswith("tokenizer-sha256:") == data.tokenizer_name.startswith("tokenizer-sha256:")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["gone.txt"], "'gone.txt' is no file"),
+        (["b.csv"], "'b.csv': expected .txt, .jsonl, .parquet"),
+        (["bad.jsonl"], "bad.jsonl, byte 14: expected a JSON object with the key 'text'"),
+        (["number.jsonl"], "expected text under 'text', got int"),
+        (["a.txt", "--tokenizer", "none.json"], "'none.json' is no tokenizer.json"),
+    ],
+)
+def test_what_cannot_be_prepared_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, words: list[str], said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "b.csv").touch()
+    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text')
+    (tmp_path / "number.jsonl").write_text('{"text": 3}\n')
+    assert main(["prepare", *words, "--out", "t.bin", "--workers", "1"]) == 2
+    line = capsys.readouterr().err
+    assert said in line and line.startswith("vescale.data: ") and line.count("\n") == 1

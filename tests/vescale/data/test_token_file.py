@@ -1,0 +1,106 @@
+"""Token files of three layouts come back as they were written, with their documents, and damage is one line."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from vescale.data import TextData, TokenWriter, open_tokens
+from vescale.data.token_file import Joined, files_of
+
+DOCUMENTS = [[1, 2, 3], [4], [5, 6, 7, 8, 65_535]]
+
+
+def _write(path: Path, layout: str, vocab_size: int = 2**16) -> Path:
+    writer = TokenWriter(path, layout=layout, vocab_size=vocab_size)
+    for document in DOCUMENTS:
+        writer.add(np.array(document))
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("layout", ["raw", "llmc", "megatron"])
+@pytest.mark.parametrize("vocab_size", [2**16, 2**16 + 1])
+def test_what_is_written_comes_back_with_its_documents(tmp_path: Path, layout: str, vocab_size: int) -> None:
+    path = _write(tmp_path / "t.bin", layout, vocab_size)
+    wide = vocab_size > 2**16
+    kind = ("int32" if layout == "megatron" else "uint32") if wide else "uint16"
+    file, problems = open_tokens(path, dtype=kind if layout == "raw" else None)
+    assert problems == [] and file is not None and file.dtype == kind
+    assert file.tokens.tolist() == sum(DOCUMENTS, []) and isinstance(file.tokens, np.memmap)
+    assert file.documents is not None and file.documents.tolist() == [0, 3, 4, 9]
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_the_bytes_are_those_of_the_peers(tmp_path: Path) -> None:
+    """By hand from karpathy/llm.c's header and NVIDIA/Megatron-LM's index, not by our own reader."""
+    ids = np.array(sum(DOCUMENTS, []), "<u2").tobytes()
+    llmc = _write(tmp_path / "a.bin", "llmc").read_bytes()
+    assert llmc == np.array([20240520, 1, 9] + [0] * 253, "<i4").tobytes() + ids
+    assert _write(tmp_path / "b.bin", "megatron").read_bytes() == ids
+    index = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, 3, 4)
+    index += struct.pack("<3i", 3, 1, 5) + struct.pack("<3q", 0, 6, 8) + struct.pack("<4q", 0, 1, 2, 3)
+    assert (tmp_path / "b.idx").read_bytes() == index
+
+
+def test_megatrons_documents_may_have_several_sequences(tmp_path: Path) -> None:
+    (tmp_path / "t.bin").write_bytes(np.arange(6, dtype="<u2").tobytes())
+    head = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, 3, 3)
+    rest = struct.pack("<3i", 1, 2, 3) + struct.pack("<3q", 0, 2, 6) + struct.pack("<3q", 0, 2, 3)
+    (tmp_path / "t.idx").write_bytes(head + rest)
+    file, problems = open_tokens(tmp_path / "t.bin", dtype=None)
+    assert problems == [] and file is not None and file.documents is not None
+    assert file.documents.tolist() == [0, 3, 6]
+
+
+@pytest.mark.parametrize(
+    ("layout", "ending", "damage", "said"),
+    [
+        ("raw", ".docs", lambda data: data[:-8], "expected rising edges from 0 to 9"),
+        ("megatron", ".idx", lambda data: data[:-1], "and 102 bytes, got version 1, dtype code 8 and 101 bytes"),
+        ("megatron", ".idx", lambda data: b"X" + data[1:], "does not begin as Megatron's"),
+        ("megatron", ".bin", lambda data: data[:-2], "do not lie end to end"),
+        ("llmc", ".bin", lambda data: data[:-2], "says 9 tokens of uint16, not 1040 bytes"),
+    ],
+)
+def test_a_damaged_file_is_one_line(tmp_path: Path, layout: str, ending: str, damage: object, said: str) -> None:
+    path = _write(tmp_path / "t.bin", layout).with_suffix(ending)
+    path.write_bytes(damage(path.read_bytes()))  # type: ignore[operator]
+    with pytest.raises(ValueError) as caught:
+        TextData(path=str(tmp_path / "t.bin"), dtype="uint16", seq_len=2, val_fraction=0).open()
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_another_layout_or_ending_is_refused(tmp_path: Path) -> None:
+    for path, layout in ((tmp_path / "t.txt", "raw"), (tmp_path / "t.bin", "parquet")):
+        with pytest.raises(ValueError, match="expected a .bin and one of raw, llmc, megatron"):
+            TokenWriter(path, layout=layout, vocab_size=9)
+
+
+# --- several files
+
+
+def test_files_read_as_one_are_the_whole() -> None:
+    whole = np.arange(100)
+    joined = Joined([whole[:7], whole[7:7], whole[7:40], whole[40:]])
+    for start, stop in ((0, 100), (0, 7), (6, 8), (7, 40), (39, 100), (50, 50), (95, 200)):
+        assert joined[start:stop].tolist() == whole[start:stop].tolist()
+        assert joined.part(start, stop)[0:200].tolist() == whole[start:stop].tolist()
+    assert joined[8:30].base is not None  # a span of one file is not copied
+
+
+def test_a_pattern_is_read_as_one_data_set_and_a_missing_shard_is_named(tmp_path: Path) -> None:
+    for number in range(3):
+        (tmp_path / f"t_{number:03}.bin").write_bytes(np.arange(number * 50, number * 50 + 50, dtype="<u2").tobytes())
+    pattern = str(tmp_path / "t_*.bin")
+    data = TextData(path=pattern, dtype="uint16", seq_len=9, val_fraction=0.1).open()
+    assert data.train.num_samples == 14 and data.validation is not None
+    assert sorted(data.train.read(0, 14).input_ids.flatten().tolist()) == list(range(126))
+    assert data.validation.read(0, 1).labels.tolist() == [list(range(136, 145))]
+    (tmp_path / "t_001.bin").unlink()
+    with pytest.raises(ValueError, match="the shard after .*t_000.bin is missing: number 1"):
+        TextData(path=pattern, dtype="uint16", seq_len=9).open()
+    assert files_of(str(tmp_path / "none_*.bin"))[1][0].startswith("path: no file is named like")

@@ -1,0 +1,275 @@
+"""The report: one HTML file about one run or several, that needs no network and no other file.
+
+    python -m vescale.report runs/a runs/b --out report.html
+
+Curves are inline SVG, drawn here: loss over steps, tokens and time, learning rates, gradient norms, throughput, memory,
+loads of experts; the plan's buffers to scale; and the record.
+"""
+
+from __future__ import annotations
+
+import argparse
+import html
+import json
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from vescale.tracking import read_metrics
+
+COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f")
+WIDTH, HEIGHT, LEFT, BELOW, ABOVE, RIGHT = 560, 300, 64, 34, 26, 12  # pixels of a chart and its margins
+POINTS = 2000  # of a curve; more cannot be seen and would make the file large
+TITLES = {
+    "loss": "training loss",
+    "validation_loss": "validation loss",
+    "grad_norm": "gradient norm",
+    "tokens_per_second": "tokens per second",
+    "memory_gib": "peak memory, GiB",
+    "mfu": "model FLOP utilisation",
+    "tflops_per_device": "TFLOP/s of a device",
+    "data_wait": "share of the time waiting for data",
+}
+STYLE = """
+body{font:14px/1.5 system-ui,sans-serif;margin:24px auto;max-width:1180px;color:#1f2937;padding:0 16px}
+h1{font-size:22px}h2{font-size:17px;margin:28px 0 8px;border-bottom:1px solid #e5e7eb}
+figure{display:inline-block;margin:0 8px 12px 0}svg text{font:11px system-ui,sans-serif;fill:#4b5563}
+.chart{background:#fff;border:1px solid #e5e7eb;border-radius:6px}
+table{border-collapse:collapse}td,th{padding:2px 14px 2px 0;text-align:left;vertical-align:top}
+th{color:#6b7280;font-weight:600}code{font:12px ui-monospace,monospace;word-break:break-all}
+.key{display:inline-block;width:12px;height:12px;border-radius:2px;margin-right:6px}
+details{margin:6px 0}summary{cursor:pointer}
+"""
+
+
+class Run(NamedTuple):
+    """What a run has left in its folder."""
+
+    name: str
+    rows: list[dict[str, Any]]
+    record: dict[str, Any]
+    plan: list[dict[str, Any]]
+
+
+class Curve(NamedTuple):
+    """One line of a chart."""
+
+    name: str
+    colour: str
+    points: list[tuple[float, float]]
+
+
+def load(folder: Path) -> Run:
+    """Returns the run in ``folder``.
+
+    Raises:
+        ValueError: If it has no metrics.
+    """
+    path = folder / "metrics.jsonl"
+    if not path.is_file():
+        raise ValueError(f"{folder} has no metrics.jsonl: it is no folder of a run")
+    return Run(folder.name or str(folder), [*read_metrics(path)], _json(folder / "record.json") or {}, _plan(folder))
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _plan(folder: Path) -> list[dict[str, Any]]:
+    found = _json(folder / "plan.json")
+    return found if isinstance(found, list) else []
+
+
+# --- curves ---
+
+
+def curves(runs: Sequence[Run], key: str, *, over: str) -> list[Curve]:
+    """Returns the curve of a metric for every run that has it, against ``step``, ``tokens`` or ``hours``."""
+    found = []
+    for run, colour in zip(runs, _colours(len(runs)), strict=True):
+        points = [(x, float(row[key])) for row, x in zip(run.rows, _places(run.rows, over), strict=True) if key in row]
+        points = [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
+        if points:
+            found.append(Curve(run.name, colour, thinned(points)))
+    return found
+
+
+def _colours(count: int) -> list[str]:
+    return [COLOURS[i % len(COLOURS)] for i in range(count)]
+
+
+def _places(rows: Sequence[Mapping[str, Any]], over: str) -> Iterator[float]:
+    """Where each row lies on the axis; hours are the steps' own seconds, added up."""
+    hours, step = 0.0, 0
+    for row in rows:
+        if "step_seconds" in row:
+            hours += row["step_seconds"] * (row["step"] - step) / 3600
+            step = row["step"]
+        yield hours if over == "hours" else float(row[over])
+
+
+def thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Returns at most ``POINTS`` of the points, the lowest and the highest of every stretch, in order."""
+    if len(points) <= POINTS:
+        return points
+    width = -(-2 * len(points) // POINTS)
+    kept = []
+    for start in range(0, len(points), width):
+        stretch = points[start : start + width]
+        kept += sorted({min(stretch, key=lambda p: p[1]), max(stretch, key=lambda p: p[1])})
+    return kept
+
+
+def chart(title: str, found: Sequence[Curve], *, across: str) -> str:
+    """Returns an SVG of curves over one axis; nothing when there is none."""
+    if not found:
+        return ""
+    xs, ys = ([point[i] for curve in found for point in curve.points] for i in (0, 1))
+    x0, x1 = _span(xs)
+    y0, y1 = _span(ys)
+    inner_w, inner_h = WIDTH - LEFT - RIGHT, HEIGHT - ABOVE - BELOW
+
+    def place(x: float, y: float) -> str:
+        return f"{LEFT + (x - x0) / (x1 - x0) * inner_w:.1f},{ABOVE + (y1 - y) / (y1 - y0) * inner_h:.1f}"
+
+    parts = [f'<text x="{LEFT}" y="16" font-weight="600">{html.escape(title)}</text>']
+    for tick in ticks(y0, y1):
+        y = place(x0, tick).partition(",")[2]
+        parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}" stroke="#f3f4f6"/>')
+        parts.append(f'<text x="{LEFT - 6}" y="{float(y) + 4:.1f}" text-anchor="end">{_short(tick)}</text>')
+    for tick in ticks(x0, x1):
+        x = place(tick, y0).partition(",")[0]
+        parts.append(f'<text x="{x}" y="{HEIGHT - BELOW + 15}" text-anchor="middle">{_short(tick)}</text>')
+    parts.append(f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 4}" text-anchor="end">{html.escape(across)}</text>')
+    for curve in found:
+        line = " ".join(place(x, y) for x, y in curve.points)
+        shape = f'points="{line}" fill="none" stroke="{curve.colour}" stroke-width="1.5"'
+        parts.append(f"<polyline {shape}><title>{html.escape(curve.name)}</title></polyline>")
+        if len(curve.points) == 1:
+            x, y = line.split(",")
+            parts.append(f'<circle cx="{x}" cy="{y}" r="3" fill="{curve.colour}"/>')
+    size = f'width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}"'
+    return f'<figure><svg class="chart" {size} role="img">{"".join(parts)}</svg></figure>'
+
+
+def _span(values: Sequence[float]) -> tuple[float, float]:
+    low, high = min(values), max(values)
+    return (low, high) if high > low else (low - abs(low) * 0.1 - 0.5, high + abs(high) * 0.1 + 0.5)
+
+
+def ticks(low: float, high: float) -> list[float]:
+    """Returns four to eight round numbers in ``[low, high]``."""
+    step = 10.0 ** math.floor(math.log10((high - low) / 4))
+    step *= max(factor for factor in (1, 2, 5) if step * factor <= (high - low) / 3.5)
+    first = math.ceil(low / step - 1e-9)
+    return [step * i for i in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def _short(value: float) -> str:
+    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= size:
+            return f"{value / (1e3 if letter == 'k' else size):.4g}{letter}"
+    return f"{value:.4g}"
+
+
+# --- the buffer and the record ---
+
+
+def buffers(plan: Sequence[Mapping[str, Any]], *, most: int = 6) -> str:
+    """Returns the segments of a plan to scale: a box for each tensor, a line for each rank's edge, padding left white.
+
+    Args:
+        plan: ``name``, ``shard_size``, ``num_ranks`` and ``tensors`` [name, start, stop] of each segment.
+        most: Segments that are drawn; the others are counted.
+    """
+    parts = []
+    for segment in plan[:most]:
+        numel = segment["shard_size"] * segment["num_ranks"]
+        scale, boxes = 1100 / numel, []
+        for i, (name, start, stop) in enumerate(segment["tensors"]):
+            fill = ("#bfdbfe", "#bbf7d0", "#fde68a", "#fbcfe8")[i % 4]
+            span = f'x="{start * scale:.2f}" width="{max((stop - start) * scale, 0.2):.2f}"'
+            boxes.append(f'<rect {span} y="2" height="32" fill="{fill}"><title>{html.escape(name)}: elements {start:,} '
+                         f"to {stop:,}</title></rect>")  # fmt: skip
+        for rank in range(segment["num_ranks"] + 1):
+            x = rank * segment["shard_size"] * scale
+            boxes.append(f'<line x1="{x:.2f}" x2="{x:.2f}" y1="0" y2="36" stroke="#111827" stroke-width="0.8"/>')
+        used = sum(stop - start for _, start, stop in segment["tensors"])
+        said = f"{segment['name']}: {segment['num_ranks']} x {segment['shard_size']:,}, {1 - used / numel:.2%} padding"
+        picture = (
+            f'<svg class="plan" width="100%" viewBox="0 0 1100 36" preserveAspectRatio="none">{"".join(boxes)}</svg>'
+        )
+        parts.append(f"<div><small>{html.escape(said)}</small>{picture}</div>")
+    if len(plan) > most:
+        parts.append(f"<small>and {len(plan) - most} more segments</small>")
+    return "".join(parts)
+
+
+def _record(run: Run) -> str:
+    facts = {key: value for key, value in run.record.items() if key not in ("config", "tensors")}
+    rows = "".join(
+        f"<tr><th>{html.escape(key)}</th><td><code>{html.escape(json.dumps(value))}</code></td></tr>"
+        for key, value in facts.items()
+    )
+    config = html.escape(json.dumps(run.record.get("config", {}), indent=1))
+    more = f"<details><summary>configuration</summary><pre><code>{config}</code></pre></details>"
+    return f"<details open><summary>{html.escape(run.name)}</summary><table>{rows}</table>{more}</details>"
+
+
+def _summary(runs: Sequence[Run]) -> str:
+    columns = ("step", "tokens", "loss", "validation_loss", "tokens_per_second", "memory_gib")
+    head = "".join(f"<th>{column.replace('_', ' ')}</th>" for column in ("run", *columns))
+    lines = []
+    for run, colour in zip(runs, _colours(len(runs)), strict=True):
+        last: dict[str, Any] = {}
+        for row in run.rows:
+            last |= row
+        cells = "".join(f"<td>{_short(float(last[c])) if c in last else ''}</td>" for c in columns)
+        key = f'<span class="key" style="background:{colour}"></span>{html.escape(run.name)}'
+        lines.append(f"<tr><td>{key}</td>{cells}</tr>")
+    return f"<table><tr>{head}</tr>{''.join(lines)}</table>"
+
+
+def page(runs: Sequence[Run]) -> str:
+    """Returns the whole HTML."""
+    keys = dict.fromkeys(key for run in runs for row in run.rows for key in row if key not in ("step", "tokens"))
+    loss = [chart(TITLES[key], curves(runs, key, over=over), across=over)
+            for key in ("loss", "validation_loss") for over in ("step", "tokens", "hours")]  # fmt: skip
+    rates = [key for key in keys if key.startswith("lr/")]
+    rest = [key for key in keys if key not in ("loss", "validation_loss", "step_seconds", *rates)]
+    draw = [
+        ("Loss", "".join(loss)),
+        ("Learning rates", "".join(chart(key, curves(runs, key, over="step"), across="step") for key in rates)),
+        ("Steps", "".join(chart(TITLES.get(k, k), curves(runs, k, over="step"), across="step") for k in rest)),
+        ("The plan's buffers, to scale", "".join(buffers(run.plan) for run in runs)),
+        ("Record", "".join(_record(run) for run in runs)),
+    ]
+    body = "".join(f"<h2>{title}</h2>{part}" for title, part in draw if part)
+    title = html.escape(", ".join(run.name for run in runs))
+    head = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>'
+    return f"{head}<h1>{title}</h1>{_summary(runs)}{body}</html>\n"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; returns 0, or 2 for input that was refused with one line."""
+    parser = argparse.ArgumentParser(prog="python -m vescale.report", description="Draws runs into one HTML file.")
+    parser.add_argument("runs", nargs="+", type=Path, help="folders of runs")
+    parser.add_argument("--out", type=Path, help="default: report.html in the folder of the first run")
+    options = parser.parse_args(argv)
+    out = options.out or options.runs[0] / "report.html"
+    try:
+        out.write_text(page([load(folder) for folder in options.runs]))
+    except (ValueError, OSError) as problem:
+        print(f"vescale.report: {' '.join(str(problem).split())}", file=sys.stderr)
+        return 2
+    print(out)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
