@@ -7,19 +7,21 @@ here of a rank is what that rank would do.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 
 from vescale.block import Lattice
-from vescale.bucket import Bucket, pack
-from vescale.exchange import Crossing
+from vescale.bucket import exchange_of, together
+from vescale.commit import preview
+from vescale.exchange import Crossing, Exchange
 from vescale.owners import Key, Load, assign, granule_costs, owned_blocks
 from vescale.planner import ALIGN, SegmentPlan, plan_segment
 from vescale.rule import Routing
@@ -62,12 +64,31 @@ class PlannedUnit:
         return max((tensor.numel for plan in self.plans for tensor in plan.tensors), default=0)
 
 
+class PlannedBucket(NamedTuple):
+    """What travels together in the optimizer's step of one rank, as ``vescale.bucket.Bucket`` without its jobs."""
+
+    runs: list[Run]
+    exchange: Exchange | None
+
+    @property
+    def rule(self) -> Any:
+        """Of all its runs."""
+        return self.runs[0].rule
+
+    @property
+    def largest(self) -> int:
+        """Elements of the largest block; 0 for a rule without blocks."""
+        if not hasattr(self.rule, "block"):
+            return 0
+        return max(math.prod(run.lattice(i).block) for run in self.runs for i in range(len(run.names)))
+
+
 class Blueprint:
-    """What the ranks of a run would hold and exchange.
+    """What the ranks that share one copy of a run's model would hold and exchange.
 
     Args:
         trainer: Of the run; its model stays on the meta device and is used up.
-        num_ranks: Ranks that share the model.
+        num_ranks: Ranks that share the model, whatever the stage of the run: at stage 0 each is alone with a copy.
 
     Raises:
         ValueError: Where ``fully_shard`` or the rules would raise.
@@ -80,11 +101,24 @@ class Blueprint:
 
     def __init__(self, trainer: Trainer, num_ranks: int) -> None:
         self.num_ranks, self.routing, self.rules = num_ranks, trainer.routing, trainer.rules
+        self._model = trainer.model
         self._params: dict[str, nn.Parameter] = dict(trainer.model.named_parameters())
-        self._runs: dict[int, list[Run]] = {}
-        self._buckets: dict[int, list[Bucket]] = {}
+        trainer.parallelism = replace(trainer.parallelism, zero=3)  # at stage 0 there would be no cut to preview
         trainer.shard()
-        self.units = [self._unit(name, plans) for name, plans in trainer.preview(num_ranks)]
+        self._preview()
+
+    def _preview(self) -> None:
+        self._runs: dict[int, list[Run]] = {}
+        self._buckets: dict[int, list[PlannedBucket]] = {}
+        self.units = [self._unit(name, plans) for name, plans in preview(self._model, self.num_ranks)]
+
+    def over(self, num_ranks: int) -> Blueprint:
+        """Returns the same model shared by another number of ranks."""
+        other = Blueprint.__new__(Blueprint)
+        other.num_ranks, other.routing, other.rules = num_ranks, self.routing, self.rules
+        other._model, other._params = self._model, self._params
+        other._preview()
+        return other
 
     def _unit(self, name: str, plans: Sequence[SegmentPlan]) -> PlannedUnit:
         trainable = tuple(self._params[plan.tensors[0].name].requires_grad for plan in plans)
@@ -137,10 +171,11 @@ class Blueprint:
         """The owner of each cut granule, and the work of every rank."""
         return assign(self._laid_out(0))
 
-    def buckets(self, rank: int) -> list[Bucket]:
+    def buckets(self, rank: int) -> list[PlannedBucket]:
         """Returns what travels together in the step of ``rank``, in order."""
         if rank not in self._buckets:
-            self._buckets[rank] = pack(self.runs(rank), self._dealt[0])
+            owners = self._dealt[0]
+            self._buckets[rank] = [PlannedBucket(runs, exchange_of(runs, owners)) for runs in together(self.runs(rank))]
         return self._buckets[rank]
 
     @cached_property

@@ -64,7 +64,8 @@ def simulate(trainer: Trainer, *, rank: int, num_ranks: int, micro_batch: int, m
     if not 0 <= rank < num_ranks:
         raise ValueError(f"rank: expected a number in [0, {num_ranks}), got {rank}")
     with _alone(rank, num_ranks):
-        trainer.shard(mesh=make_mesh(torch.device("cpu")))
+        shard_ranks = trainer.parallelism.shard_ranks(num_ranks)
+        trainer.shard(mesh=make_mesh(torch.device("cpu"), shard_ranks=shard_ranks))
         list(trainer.model.named_parameters())  # plans, and compares the plans with the other ranks, who agree
         with FakeTensorMode(allow_non_fake_inputs=True), LiveBytes() as live:
             try:
@@ -94,8 +95,11 @@ def observe(trainer: Trainer, live: LiveBytes, *, micro_batch: int, micro_batche
     tokens = torch.zeros(micro_batch, trainer.data_config.seq_len, dtype=torch.int64)
     with torch.no_grad():
         model(tokens, tokens)  # later forwards prefetch in the order of the first
+        for parameter in model.parameters():
+            parameter.mul_(1)  # as a step does: below stage 3 it is why parameters are gathered again
     live.restart()
-    for _ in range(micro_batches):
+    for left in reversed(range(micro_batches)):
+        model.set_requires_gradient_sync(left == 0 or trainer.parallelism.zero >= 2)  # as the trainer does
         model(tokens, tokens).backward()
     optimizer.clip_grad_norm_(trainer.config.max_grad_norm or math.inf, policy=trainer.config.clip_policy)
     optimizer.step()
