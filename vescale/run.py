@@ -229,7 +229,8 @@ class Run:
             first = sum(units[: self.rank])
             values = self.rule.block_state(self.lattice(index).block)
             rows = {
-                name: value.to(device).expand(units[self.rank], *value.shape).contiguous()
+                # A copy: an expansion to no rows would keep the memory of one.
+                name: value.to(device).repeat(units[self.rank], *[1] * value.ndim)
                 for name, value in values.items()
             }
             self.blocks.append(BlockState(first, rows, tuple(units)))

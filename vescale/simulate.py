@@ -14,17 +14,25 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from vescale.live import Collective, LiveBytes
 from vescale.mesh import make_mesh
 from vescale.optimizer import Optimizer
+from vescale.rule import Rules
 from vescale.trainer import Trainer
 
 TOLERANCE = 0.1  # of the predicted peak
+_NEED_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 class Observed(NamedTuple):
@@ -57,12 +65,15 @@ def simulate(trainer: Trainer, *, rank: int, num_ranks: int, micro_batch: int, m
 
     Raises:
         ValueError: If there is a process group already, or no such rank.
-        NotImplementedError: For a rule whose step depends on values, as Shampoo's roots do.
+        NotImplementedError: For a step that depends on values, as Shampoo's roots do, and for experts in float32.
     """
     if dist.is_initialized():
         raise ValueError("simulate: this process has a process group; simulate in a process of its own")
     if not 0 <= rank < num_ranks:
         raise ValueError(f"rank: expected a number in [0, {num_ranks}), got {rank}")
+    if hasattr(trainer.model_config, "num_experts_per_tok") and trainer.parallelism.param_dtype is not torch.bfloat16:
+        raise NotImplementedError("simulate: torch's made-up grouped products are of bf16; use parallelism=zero3_bf16")
+    _make_tables(trainer.rules)
     with _alone(rank, num_ranks):
         shard_ranks = trainer.parallelism.shard_ranks(num_ranks)
         trainer.shard(mesh=make_mesh(torch.device("cpu"), shard_ranks=shard_ranks))
@@ -70,12 +81,12 @@ def simulate(trainer: Trainer, *, rank: int, num_ranks: int, micro_batch: int, m
         with FakeTensorMode(allow_non_fake_inputs=True), LiveBytes() as live:
             try:
                 return observe(trainer, live, micro_batch=micro_batch, micro_batches=micro_batches)
-            except RuntimeError as problem:
-                if isinstance(problem.__cause__, DataDependentOutputException):
-                    raise NotImplementedError(
-                        f"simulate: made-up tensors have no values to branch on: {problem}"
-                    ) from None
-                raise
+            except (RuntimeError, *_NEED_VALUES) as problem:
+                if not isinstance(problem, _NEED_VALUES) and not isinstance(problem.__cause__, _NEED_VALUES):
+                    raise
+                raise NotImplementedError(
+                    f"simulate: made-up tensors have no values, and this run decides by some: {problem}"
+                ) from None
 
 
 def observe(trainer: Trainer, live: LiveBytes, *, micro_batch: int, micro_batches: int) -> Observed:
@@ -92,6 +103,10 @@ def observe(trainer: Trainer, live: LiveBytes, *, micro_batch: int, micro_batche
     parameters = live.now()
     optimizer = Optimizer(model.named_parameters(), trainer.rules)
     state = live.now() - parameters
+    for run in optimizer.runs:
+        if isinstance(run.begun, FakeTensor):  # what the host reads: whose turn it is, and the step of one parameter
+            run.begun = np.zeros(run.begun.shape, dtype=np.int64)  # type: ignore[assignment]
+            run.steps = torch.tensor([0.0]) if len(run.params) == 1 else run.steps  # made-up constants have a value
     tokens = torch.zeros(micro_batch, trainer.data_config.seq_len, dtype=torch.int64)
     with torch.no_grad():
         model(tokens, tokens)  # later forwards prefetch in the order of the first
@@ -105,6 +120,16 @@ def observe(trainer: Trainer, live: LiveBytes, *, micro_batch: int, micro_batche
     optimizer.step()
     optimizer.zero_grad()
     return Observed(parameters, state, live.peak, live.allocations, live.collectives)
+
+
+def _make_tables(rules: Rules) -> None:
+    """Lets rules that round to codes make their tables of real numbers, before tensors are made up."""
+    for rule in (group.rule for group in rules.groups.values()):
+        if hasattr(rule, "chunk_state"):
+            zeros = torch.zeros(rule.finest)
+            state = {name: zeros.to(dtype) for name, dtype in rule.element_state().items()}
+            state |= {name: torch.zeros(1, dtype=dtype) for name, dtype in rule.chunk_state().items()}
+            rule.prepare(zeros, zeros.clone(), state | {"step": torch.zeros(())}, skip=None)
 
 
 @contextmanager
