@@ -100,9 +100,10 @@ def observe(trainer: Trainer, live: LiveBytes, *, micro_batch: int, micro_batche
     """
     model = trainer.model.to_empty(device="cpu")
     model.init_weights()
-    parameters = live.now()
+    held = live.now()
+    parameters = held - sum(buffer.nbytes for buffer in model.buffers())
     optimizer = Optimizer(model.named_parameters(), trainer.rules)
-    state = live.now() - parameters
+    state = live.now() - held
     for run in optimizer.runs:
         if isinstance(run.begun, FakeTensor):  # what the host reads: whose turn it is, and the step of one parameter
             run.begun = np.zeros(run.begun.shape, dtype=np.int64)  # type: ignore[assignment]
