@@ -22,7 +22,7 @@ whole. Per token of a layer, in elements::
       router                        experts float32, and the tokens in float32 where they are narrower
 
 Norms on CUDA are one kernel that keeps one float32 per row; elsewhere they are composed of operators, which also keep a
-normalised float32 copy, and one of the input if that is narrower. Likewise sinks: elsewhere than on CUDA the softmax is
+normalised float32 copy, and one of the input instead of it if that is narrower. Likewise sinks: elsewhere than on CUDA the softmax is
 written out, over keys and values repeated for every query head.
 """
 
@@ -96,7 +96,7 @@ def norm_saved(batch: Batch, size: int, *, rows: int = 1) -> int:
         size: Elements of a row.
         rows: Of a token.
     """
-    copies = 0 if batch.fused else 4 * size if batch.itemsize == 4 else 8 * size
+    copies = 0 if batch.fused else 4 * size if batch.itemsize == 4 else 6 * size
     return batch.tokens * rows * (4 + copies)
 
 
