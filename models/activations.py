@@ -22,8 +22,8 @@ whole. Per token of a layer, in elements::
       router                        experts float32, and the tokens in float32 where they are narrower
 
 Norms on CUDA are one kernel that keeps one float32 per row; elsewhere they are composed of operators, which also keep a
-normalised float32 copy, and one of the input instead of it if that is narrower. Likewise sinks: elsewhere than on CUDA the softmax is
-written out, over keys and values repeated for every query head.
+normalised float32 copy, and one of the input instead of it if that is narrower. Likewise sinks: elsewhere than on CUDA
+the softmax is written out, over keys and values repeated for every query head.
 """
 
 from __future__ import annotations
