@@ -40,7 +40,7 @@ def check(*, rules: Rules, world: int, global_batch: int, model: Any, everything
         rules: Of the optimizer.
         world: Number of ranks.
         global_batch: Samples of a step.
-        model: Its configuration.
+        model: What is trained, not yet sharded.
         everything_cut: Whether all ranks share one copy of the model, at stage 3.
 
     Raises:
@@ -59,7 +59,7 @@ def check(*, rules: Rules, world: int, global_batch: int, model: Any, everything
         problems.append(f"optimizer: expected {' and '.join(KNOWN)}, got {', '.join(others)}")
     if not everything_cut:
         problems.append("parallelism: expected one copy of the model, everything cut (dp_shard=-1, zero=3)")
-    if getattr(model, "num_experts", 0):
+    if getattr(model, "expert_units", list)():
         problems.append("model: expected a dense one; experts take tokens in an order that depends on the ranks")
     if problems:
         raise NotImplementedError(f"trainer.deterministic=true: {'; '.join(problems)}")

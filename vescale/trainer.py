@@ -127,7 +127,7 @@ class Trainer:
             batch = self.config.global_batch
             shared = self.parallelism.shard_ranks(world) == world and self.parallelism.zero == 3
             deterministic.check(
-                rules=self.rules, world=world, global_batch=batch, model=self.model_config, everything_cut=shared
+                rules=self.rules, world=world, global_batch=batch, model=self.model, everything_cut=shared
             )
             self.micro_batches, self.micro_size = batch // world, 1
         self.parallelism.check(world)

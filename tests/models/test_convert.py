@@ -36,8 +36,8 @@ def folder(tmp_path: Path) -> Path:
 
 def train(where: str, run_dir: str) -> None:
     """Two steps from an imported folder, its experts dealt."""
-    words = ["model=mine", "model.checkpoint=none", "optimizer=muon", "optimizer.matrices.rule.lr=0.01"]
-    words += ["optimizer.rest.rule.lr=0.01", "data.seq_len=16", "trainer.steps=2", "trainer.global_batch=4"]
+    words = ["model=mine", "model.checkpoint=none", "optimizer=muon", "optimizer.matrices.rule.lr=1e-4"]
+    words += ["optimizer.rest.rule.lr=1e-4", "data.seq_len=16", "trainer.steps=2", "trainer.global_batch=4"]
     words += ["trainer.eval_sequences=4", "trainer.device=cpu", "tracking.mode=disabled", "parallelism.ep=2"]
     trainer = prepare(compose(["--config-dir", where, *words, f"run_dir={run_dir}"]))
     trainer.check(2)
@@ -51,14 +51,14 @@ def test_a_folder_is_trained_on_and_exported(folder: Path, tmp_path: Path, pool:
     main(["export", str(tmp_path / "run"), str(tmp_path / "half"), "--dtype", "bfloat16"])
     before, after, half = (hf.load(path) for path in (folder, tmp_path / "out", tmp_path / "half"))
     moved = distance(before, after)
-    assert 0 < moved < 0.5  # two steps from where it began, and not from anywhere else
+    assert 0 < moved < 0.1  # two steps from where it began, and not from anywhere else
     assert distance(after, half) < 0.01
     assert (tmp_path / "out" / "tokenizer.json").is_file()
 
 
 def distance(one: CausalLM, other: CausalLM) -> float:
     pairs = zip(one.parameters(), other.parameters(), strict=True)
-    return max(float((a - b).norm() / a.norm()) for a, b in pairs)
+    return max(float(((a - b).norm() / a.norm()).detach()) for a, b in pairs)
 
 
 def test_all_problems_of_a_folder_are_one_message_and_nothing_is_written(

@@ -76,7 +76,7 @@ def test_what_has_no_tree_is_refused_in_one_line() -> None:
     check(rules=known, world=4, global_batch=8, model=SimpleNamespace())
     other = Rules(a=("*", type("Other", (AdamW,), {})()))
     with pytest.raises(NotImplementedError) as caught:
-        check(rules=other, world=3, global_batch=2, model=SimpleNamespace(num_experts=4))
+        check(rules=other, world=3, global_batch=2, model=SimpleNamespace(expert_units=lambda: [1]))
     for part in (
         "ranks: expected a power of two, got 3",
         "at least one sample for each of 3 ranks",
