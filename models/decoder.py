@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from models.activations import Activations, Batch, Part, chunked_loss, decoder_layer, norm_saved
 from models.attention import Mask, causal_mask
 from models.expert_parallel import ExpertParallel, held
 from models.flops import Scores, flops_per_token
@@ -121,6 +122,14 @@ class CausalLMConfig:
         """Returns what stands behind the attention of a layer: anything from (b, s, hidden) to that, or a ``MoE``."""
         raise NotImplementedError
 
+    def attention_held(self, layer: int, batch: Batch) -> Part:
+        """Returns the bytes that ``attention(layer)`` holds."""
+        raise NotImplementedError
+
+    def feed_forward_held(self, layer: int, batch: Batch) -> Part:
+        """Returns the bytes that ``feed_forward(layer)`` holds."""
+        raise NotImplementedError
+
     @property
     def rotary_dim(self) -> int:
         """Elements of a head that rotate."""
@@ -170,6 +179,31 @@ class CausalLMConfig:
         return flops_per_token(
             matrix_parameters=self.num_matrix_parameters(), attention=scores, seq_len=seq_len, causal=causal
         )
+
+    def activations(self, *, batch: int, seq_len: int, itemsize: int, fused: bool = True) -> Activations:
+        """Returns the bytes of a micro-batch, as ``models.activations`` counts them.
+
+        Args:
+            batch: Sequences.
+            seq_len: Tokens of each.
+            itemsize: Bytes of an element of what is computed with.
+            fused: Norms and sinks are in kernels, as on CUDA.
+        """
+        of = Batch(batch * seq_len, seq_len, itemsize, fused)
+        layers = tuple(
+            decoder_layer(
+                of,
+                hidden=self.hidden_size,
+                attention=self.attention_held(index, of),
+                feed_forward=self.feed_forward_held(index, of),
+            )
+            for index in range(self.num_hidden_layers)
+        )
+        loss, kept = chunked_loss(of, hidden=self.hidden_size, vocab=self.vocab_size, chunk=self.loss_chunk_size)
+        # The last norm's input and output; the output lives as long as the loss is computed.
+        stream = of.tokens * itemsize * self.hidden_size
+        tail = stream + norm_saved(of, self.hidden_size)
+        return Activations(layers, self.checkpoint == "full", tail, loss + stream, kept)
 
     def _on_meta(self) -> CausalLM:
         with torch.device("meta"):

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from torch import nn
 
+from models.activations import Batch, Part, gated, latent_attention
 from models.attention import LatentAttention
 from models.decoder import CausalLMConfig, is_count
 from models.layers import SwiGLU
@@ -135,3 +136,24 @@ class DeepseekV3Config(SparseConfig):
         router = Router(self.hidden_size, self.n_routed_experts, select=select, **options)
         shared = SwiGLU(self.hidden_size, self.moe_intermediate_size * self.n_shared_experts)
         return MoE(router, Experts(self.n_routed_experts, self.hidden_size, self.moe_intermediate_size), shared=shared)
+
+    def attention_held(self, layer: int, batch: Batch) -> Part:
+        """Returns the bytes of latent attention."""
+        return latent_attention(
+            batch,
+            heads=self.num_attention_heads,
+            q_lora=self.q_lora_rank,
+            kv_lora=self.kv_lora_rank,
+            nope=self.qk_nope_head_dim,
+            rope=self.qk_rope_head_dim,
+            value=self.v_head_dim,
+        )
+
+    def feed_forward_held(self, layer: int, batch: Batch) -> Part:
+        """Returns the bytes of a SwiGLU in the first layers, then of experts."""
+        if layer < self.first_k_dense_replace:
+            return gated(batch, ffn=self.intermediate_size)
+        shared = self.moe_intermediate_size * self.n_shared_experts
+        return self.experts_held(
+            batch, ffn=self.moe_intermediate_size, num_experts=self.n_routed_experts, shared=shared
+        )

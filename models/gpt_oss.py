@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from models.activations import Batch, Part
 from models.llama import GroupedQueryConfig
 from models.moe import Experts, MoE, Router, clamped_swiglu, top_k_softmax
 from models.sparse import SparseConfig
@@ -87,3 +88,11 @@ class GptOssConfig(SparseConfig, GroupedQueryConfig):
         activation = partial(clamped_swiglu, alpha=self.swiglu_alpha, limit=self.swiglu_limit)
         sizes = (self.num_local_experts, self.hidden_size, self.intermediate_size)
         return MoE(router, Experts(*sizes, activation=activation, bias=True), router_name="router")
+
+    def attention_held(self, layer: int, batch: Batch) -> Part:
+        """Returns the bytes of grouped-query attention with sinks."""
+        return self.grouped_queries_held(batch, sinks=True)
+
+    def feed_forward_held(self, layer: int, batch: Batch) -> Part:
+        """Returns the bytes of experts with biases and clamps."""
+        return self.experts_held(batch, ffn=self.intermediate_size, num_experts=self.num_local_experts, clamped=True)

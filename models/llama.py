@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from torch import nn
 
-from models.activations import Activations, chunked_loss, dense_layer, norm_saved
+from models.activations import Batch, Part, gated, grouped_queries
 from models.attention import Attention
 from models.decoder import CausalLMConfig, is_count
 from models.layers import SwiGLU
@@ -72,6 +72,21 @@ class GroupedQueryConfig(CausalLMConfig):
             sinks=sinks,
         )
 
+    def attention_held(self, layer: int, batch: Batch) -> Part:
+        """Returns the bytes of plain grouped-query attention."""
+        return self.grouped_queries_held(batch)
+
+    def grouped_queries_held(self, batch: Batch, *, qk_norm: bool = False, sinks: bool = False) -> Part:
+        """Returns the bytes of grouped-query attention of this config's sizes, as ``models.activations`` has it."""
+        return grouped_queries(
+            batch,
+            heads=self.num_attention_heads,
+            kv_heads=self.num_key_value_heads,
+            head_dim=self.head_dim,
+            qk_norm=qk_norm,
+            sinks=sinks,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig(GroupedQueryConfig):
@@ -99,30 +114,6 @@ class LlamaConfig(GroupedQueryConfig):
         """Returns a SwiGLU."""
         return SwiGLU(self.hidden_size, self.intermediate_size)
 
-    def activations(self, *, batch: int, seq_len: int, itemsize: int, fused: bool = True) -> Activations:
-        """Returns the bytes of a micro-batch, as ``models.activations`` counts them.
-
-        Args:
-            batch: Sequences.
-            seq_len: Tokens of each.
-            itemsize: Bytes of an element of what is computed with.
-            fused: Norms are one kernel, as on CUDA.
-        """
-        tokens, hidden = batch * seq_len, self.hidden_size
-        layer = dense_layer(
-            tokens,
-            hidden=hidden,
-            query=self.num_attention_heads * self.head_dim,
-            key_value=self.num_key_value_heads * self.head_dim,
-            heads=self.num_attention_heads,
-            ffn=self.intermediate_size,
-            itemsize=itemsize,
-            fused=fused,
-        )
-        loss, kept = chunked_loss(
-            tokens, hidden=hidden, vocab=self.vocab_size, chunk=self.loss_chunk_size, itemsize=itemsize
-        )
-        # The last norm's input and output; the output lives as long as the loss is computed.
-        tail = tokens * hidden * itemsize + norm_saved(tokens, hidden, itemsize, fused=fused)
-        loss += tokens * hidden * itemsize
-        return Activations((layer,) * self.num_hidden_layers, self.checkpoint == "full", tail, loss, kept)
+    def feed_forward_held(self, layer: int, batch: Batch) -> Part:
+        """Returns the bytes of a SwiGLU."""
+        return gated(batch, ffn=self.intermediate_size)

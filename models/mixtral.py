@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from torch import nn
 
+from models.activations import Batch, Part
 from models.llama import GroupedQueryConfig
 from models.moe import Experts, MoE, Router, softmax_top_k
 from models.sparse import SparseConfig
@@ -45,3 +46,7 @@ class MixtralConfig(SparseConfig, GroupedQueryConfig):
         select = partial(softmax_top_k, renormalise=True)
         router = Router(self.hidden_size, self.num_local_experts, select=select, **self.router_options())
         return MoE(router, Experts(self.num_local_experts, self.hidden_size, self.intermediate_size))
+
+    def feed_forward_held(self, layer: int, batch: Batch) -> Part:
+        """Returns the bytes of experts."""
+        return self.experts_held(batch, ffn=self.intermediate_size, num_experts=self.num_local_experts)

@@ -135,7 +135,9 @@ class Router(nn.Module):
         choice = self.select(logits, self.k, None if correction is None else correction.float())
         if self.force_balance:
             choice = _dealt(choice, self.k)
-        counts = torch.bincount(choice.chosen.flatten(), minlength=num_experts)
+        flat = choice.chosen.flatten()
+        # Not bincount: it reads its largest input, for which a GPU would be waited for.
+        counts = flat.new_zeros(num_experts).scatter_add_(0, flat, torch.ones_like(flat))
         # Counted once: not again where activation checkpointing computes the layer in backward, nor in evaluation.
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
             self.counted = counts if self.counted is None else self.counted + counts

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from torch import nn
 
+from models.activations import Batch, Part, gated
 from models.layers import SwiGLU
 from models.llama import GroupedQueryConfig
 from models.moe import Experts, MoE, Router, softmax_top_k
@@ -39,6 +40,14 @@ class Qwen3Config(GroupedQueryConfig):
     def feed_forward(self, layer: int) -> nn.Module:
         """Returns a SwiGLU."""
         return SwiGLU(self.hidden_size, self.intermediate_size)
+
+    def attention_held(self, layer: int, batch: Batch) -> Part:
+        """Returns the bytes of grouped-query attention with normalised queries and keys."""
+        return self.grouped_queries_held(batch, qk_norm=True)
+
+    def feed_forward_held(self, layer: int, batch: Batch) -> Part:
+        """Returns the bytes of a SwiGLU."""
+        return gated(batch, ffn=self.intermediate_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,3 +90,11 @@ class Qwen3MoeConfig(SparseConfig, GroupedQueryConfig):
         select = partial(softmax_top_k, renormalise=self.norm_topk_prob)
         router = Router(self.hidden_size, self.num_experts, select=select, **self.router_options())
         return MoE(router, Experts(self.num_experts, self.hidden_size, self.moe_intermediate_size))
+
+    def attention_held(self, layer: int, batch: Batch) -> Part:
+        """Returns the bytes of grouped-query attention with normalised queries and keys."""
+        return self.grouped_queries_held(batch, qk_norm=True)
+
+    def feed_forward_held(self, layer: int, batch: Batch) -> Part:
+        """Returns the bytes of experts."""
+        return self.experts_held(batch, ffn=self.moe_intermediate_size, num_experts=self.num_experts)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from models.activations import Batch, Part, experts
 from models.decoder import CausalLMConfig, is_count
 
 
@@ -33,6 +34,18 @@ class SparseConfig(CausalLMConfig):
         """Returns what every router of the model is built with."""
         aux = self.router_aux_loss_coef / self.num_sparse_layers()
         return {"k": self.num_experts_per_tok, "aux_coef": aux, "force_balance": self.force_balance}
+
+    def experts_held(self, batch: Batch, *, ffn: int, num_experts: int, shared: int = 0, clamped: bool = False) -> Part:
+        """Returns the bytes of this family's experts, as ``models.activations.experts`` has it."""
+        return experts(
+            batch,
+            hidden=self.hidden_size,
+            ffn=ffn,
+            k=self.num_experts_per_tok,
+            num_experts=num_experts,
+            shared=shared,
+            clamped=clamped,
+        )
 
     def num_sparse_layers(self) -> int:
         """Returns the number of layers with experts."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 HSDP_RANKS = 512  # a ring's latency grows with its ranks; groups of this size and smaller are left alone
 RING_LATENCY = 0.1  # share of a gather's time that is latency, above which smaller groups are worth their memory
 PIPELINE_LAYERS = 60  # fewer layers leave a stage too few to hide its bubble
-STAGES = (0, 1, 2, 3)  # of ZeRO, that this release runs
 NOT_YET = "this release cannot do it yet"
 
 
@@ -47,7 +46,6 @@ class Facts(NamedTuple):
         latency: Share of a gather's time that is latency.
         replicated_state: Bytes of states of a rank if every group of HSDP_RANKS held a copy of the model.
         bubble: Idle share of a pipeline of 8 stages with few and with many micro-batches.
-        stages_available: ZeRO stages that this release runs.
     """
 
     available: float
@@ -61,7 +59,6 @@ class Facts(NamedTuple):
     latency: float
     replicated_state: int
     bubble: tuple[float, float]
-    stages_available: Sequence[int] = STAGES
 
     def fits(self, nbytes: float) -> bool:
         """Whether a device has that much."""
@@ -84,7 +81,7 @@ def _yes(wanted: bool) -> str:
 
 def _data_parallel(facts: Facts) -> Advice:
     need = f"one card would hold {gb(facts.peaks[0])} of {gb(facts.available)}"
-    return Advice("data parallel alone (ZeRO 0)", _yes(facts.fits(facts.peaks[0])), need, 0 in facts.stages_available)
+    return Advice("data parallel alone (ZeRO 0)", _yes(facts.fits(facts.peaks[0])), need, True)
 
 
 def _zero(stage: int) -> Callable[[Facts], Advice]:
@@ -95,7 +92,7 @@ def _zero(stage: int) -> Callable[[Facts], Advice]:
         because = f"stage {stage - 1} needs {gb(before)}, stage {stage} {gb(after)}, of {gb(facts.available)}"
         needed = not any(facts.fits(facts.peaks[lower]) for lower in range(stage))
         verdict = "not enough" if needed and not facts.fits(after) else _yes(needed)
-        return Advice(words[stage], verdict, because, stage in facts.stages_available)
+        return Advice(words[stage], verdict, because, True)
 
     return decide
 
@@ -127,7 +124,7 @@ def _hsdp(facts: Facts) -> Advice:
         f"{facts.ranks:,} ranks, latency is {facts.latency:.0%} of a layer's gather; with a copy of the model in every "
         f"{min(facts.ranks, HSDP_RANKS)} ranks each holds {gb(facts.replicated_state)} of states"
     )
-    return Advice(f"HSDP, above {HSDP_RANKS} ranks", _yes(wanted), because, False)
+    return Advice(f"HSDP, above {HSDP_RANKS} ranks", _yes(wanted), because, True)
 
 
 _ORDER: tuple[Callable[[Facts], Advice], ...] = (

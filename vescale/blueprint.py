@@ -7,7 +7,9 @@ here of a rank is what that rank would do.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -17,8 +19,9 @@ import torch
 from torch import nn
 
 from vescale.block import Lattice
-from vescale.bucket import Bucket, pack
-from vescale.exchange import Crossing
+from vescale.bucket import exchange_of, together
+from vescale.commit import preview
+from vescale.exchange import Crossing, Exchange
 from vescale.owners import Key, Load, assign, granule_costs, owned_blocks
 from vescale.planner import ALIGN, SegmentPlan, plan_segment
 from vescale.rule import Routing
@@ -27,45 +30,65 @@ from vescale.trainer import Trainer
 from vescale.unit import HOME, Home, Segment
 
 
-class PlannedUnit(NamedTuple):
+@dataclass(frozen=True)
+class PlannedUnit:
     """One unit: its name, "" for the root, and its buffers."""
 
     name: str
     plans: tuple[SegmentPlan, ...]
     trainable: tuple[bool, ...]  # of each buffer
 
-    @property
+    @cached_property
     def shard(self) -> int:
         """Elements of one rank's shards."""
         return sum(plan.shard_size for plan in self.plans)
 
-    @property
+    @cached_property
     def whole(self) -> int:
         """Elements of the gathered buffers, padding included."""
         return sum(plan.numel for plan in self.plans)
 
-    @property
+    @cached_property
     def trained_shard(self) -> int:
         """Elements of one rank's gradient shards."""
         return sum(plan.shard_size for plan, trains in zip(self.plans, self.trainable, strict=True) if trains)
 
-    @property
+    @cached_property
     def trained(self) -> int:
         """Elements of the buffers that gradients are written to."""
         return sum(plan.numel for plan, trains in zip(self.plans, self.trainable, strict=True) if trains)
 
-    @property
+    @cached_property
     def largest(self) -> int:
         """Elements of the largest parameter."""
         return max((tensor.numel for plan in self.plans for tensor in plan.tensors), default=0)
 
 
+class PlannedBucket(NamedTuple):
+    """What travels together in the optimizer's step of one rank, as ``vescale.bucket.Bucket`` without its jobs."""
+
+    runs: list[Run]
+    exchange: Exchange | None
+
+    @property
+    def rule(self) -> Any:
+        """Of all its runs."""
+        return self.runs[0].rule
+
+    @property
+    def largest(self) -> int:
+        """Elements of the largest block; 0 for a rule without blocks."""
+        if not hasattr(self.rule, "block"):
+            return 0
+        return max(math.prod(run.lattice(i).block) for run in self.runs for i in range(len(run.names)))
+
+
 class Blueprint:
-    """What the ranks of a run would hold and exchange.
+    """What the ranks that share one copy of a run's model would hold and exchange.
 
     Args:
         trainer: Of the run; its model stays on the meta device and is used up.
-        num_ranks: Ranks that share the model.
+        num_ranks: Ranks that share the model, whatever the stage of the run: at stage 0 each is alone with a copy.
 
     Raises:
         ValueError: Where ``fully_shard`` or the rules would raise.
@@ -78,10 +101,24 @@ class Blueprint:
 
     def __init__(self, trainer: Trainer, num_ranks: int) -> None:
         self.num_ranks, self.routing, self.rules = num_ranks, trainer.routing, trainer.rules
+        self._model = trainer.model
         self._params: dict[str, nn.Parameter] = dict(trainer.model.named_parameters())
-        self._runs: dict[int, list[Run]] = {}
+        trainer.parallelism = replace(trainer.parallelism, zero=3)  # at stage 0 there would be no cut to preview
         trainer.shard()
-        self.units = [self._unit(name, plans) for name, plans in trainer.preview(num_ranks)]
+        self._preview()
+
+    def _preview(self) -> None:
+        self._runs: dict[int, list[Run]] = {}
+        self._buckets: dict[int, list[PlannedBucket]] = {}
+        self.units = [self._unit(name, plans) for name, plans in preview(self._model, self.num_ranks)]
+
+    def over(self, num_ranks: int) -> Blueprint:
+        """Returns the same model shared by another number of ranks."""
+        other = Blueprint.__new__(Blueprint)
+        other.num_ranks, other.routing, other.rules = num_ranks, self.routing, self.rules
+        other._model, other._params = self._model, self._params
+        other._preview()
+        return other
 
     def _unit(self, name: str, plans: Sequence[SegmentPlan]) -> PlannedUnit:
         trainable = tuple(self._params[plan.tensors[0].name].requires_grad for plan in plans)
@@ -97,7 +134,7 @@ class Blueprint:
         """The other units, in the order of forward."""
         return self.units[1:]
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements of all parameters."""
         return sum(plan.useful for unit in self.units for plan in unit.plans)
@@ -134,9 +171,12 @@ class Blueprint:
         """The owner of each cut granule, and the work of every rank."""
         return assign(self._laid_out(0))
 
-    def buckets(self, rank: int) -> list[Bucket]:
+    def buckets(self, rank: int) -> list[PlannedBucket]:
         """Returns what travels together in the step of ``rank``, in order."""
-        return pack(self.runs(rank), self._dealt[0])
+        if rank not in self._buckets:
+            owners = self._dealt[0]
+            self._buckets[rank] = [PlannedBucket(runs, exchange_of(runs, owners)) for runs in together(self.runs(rank))]
+        return self._buckets[rank]
 
     @cached_property
     def lattices(self) -> list[tuple[Run, int, Lattice]]:
@@ -157,15 +197,18 @@ class Blueprint:
         """
         load, shard = np.zeros(self.num_ranks), 0
         blocks = {run.names[index]: (run, index, lattice) for run, index, lattice in self.lattices}
-        for unit in self.units:
-            for plan in unit.plans:
-                whole = plan_segment(plan.tensors, num_ranks=self.num_ranks)
-                shard += whole.shard_size
-                for tensor, offset in zip(whole.tensors, whole.offsets, strict=True):
-                    if tensor.name in blocks:
-                        run, index, lattice = blocks[tensor.name]
-                        for granule, cost in enumerate(granule_costs(run, index)):
-                            load[(offset + lattice.granule(granule)[0]) // whole.shard_size] += cost
+        known: dict[Any, SegmentPlan] = {}  # equal layers are planned once
+        for plan in (plan for unit in self.units for plan in unit.plans):
+            key = tuple((tensor.numel, tensor.granularity, tensor.finest) for tensor in plan.tensors)
+            if key not in known:
+                known[key] = plan_segment(plan.tensors, num_ranks=self.num_ranks)
+            whole = known[key]
+            shard += whole.shard_size
+            for tensor, offset in zip(plan.tensors, whole.offsets, strict=True):
+                if tensor.name in blocks:
+                    run, index, lattice = blocks[tensor.name]
+                    starts = offset + lattice.granularity * np.arange(lattice.num_granules)
+                    np.add.at(load, starts // whole.shard_size, granule_costs(run, index))
         return shard, load
 
     @cached_property

@@ -76,15 +76,13 @@ class Bucket:
         self.has_state = hasattr(self.rule, "block_state")
         self.kept: list[Job] = []
         self.arriving: dict[int, list[Job]] = {}  # of each crossing owned here
-        cut: list[Crossing] = []
         if self.has_blocks:
             self.kept = [job for at, run in enumerate(runs) for job in _kept(at, run)]
-            cut = [crossing for at, run in enumerate(runs) for crossing in _crossings(at, run, owners)]
-        first, group = runs[0], runs[0].process_group
-        self.exchange = Exchange(cut, first.rank, first.num_ranks, group) if cut and group else None
+        self.exchange = exchange_of(runs, owners)
         if self.exchange:
             for i in self.exchange.mine:
-                self.arriving[i] = _jobs(cut[i].run, runs[cut[i].run], cut[i].member, cut[i].granule, 0)
+                cut = self.exchange.crossings[i]
+                self.arriving[i] = _jobs(cut.run, runs[cut.run], cut.member, cut.granule, 0)
         self.payloads: list[tuple[torch.Tensor, ...]] = []
         self.directions: list[torch.Tensor] = []
         self.writes: list[Write] = []
@@ -213,6 +211,20 @@ def _zero_gaps(run: Run, direction: torch.Tensor) -> None:
 
 
 def pack(runs: Sequence[Run], owners: Mapping[Key, int]) -> list[Bucket]:
+    """Returns the buckets of a step, in order."""
+    return [Bucket(bucket, owners) for bucket in together(runs)]
+
+
+def exchange_of(runs: Sequence[Run], owners: Mapping[Key, int]) -> Exchange | None:
+    """Returns the all-to-all of runs that travel together; None where no edge cuts a block of theirs."""
+    first, group = runs[0], runs[0].process_group
+    if group is None or not hasattr(first.rule, "block"):
+        return None
+    cut = [crossing for at, run in enumerate(runs) for crossing in _crossings(at, run, owners)]
+    return Exchange(cut, first.rank, first.num_ranks, group) if cut else None
+
+
+def together(runs: Sequence[Run]) -> list[list[Run]]:
     """Packs runs of one rule and one mesh, in order, until their payload reaches BUCKET_BYTES.
 
     Rules with blocks come first: if one of their blocks raises, nothing else was stepped.
@@ -233,7 +245,7 @@ def pack(runs: Sequence[Run], owners: Mapping[Key, int]) -> list[Bucket]:
             size = 0
         packed[-1].append(run)
         size += run.shard_size * itemsize
-    return [Bucket(bucket, owners) for bucket in packed]
+    return packed
 
 
 def _jobs(at: int, run: Run, index: int, granule: int, start: int) -> list[Job]:

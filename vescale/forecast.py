@@ -11,8 +11,7 @@ from typing import Any
 
 from vescale import memory, traffic
 from vescale.advice import HSDP_RANKS, Facts, advise
-from vescale.blueprint import Blueprint, state_by_kind
-from vescale.bucket import Bucket
+from vescale.blueprint import Blueprint, PlannedBucket, state_by_kind
 from vescale.live import Collective
 from vescale.machine import Machine, exposed
 from vescale.memory import STAGES, Activations, Dtypes, Moment
@@ -23,6 +22,7 @@ from vescale.trainer import Trainer
 
 # (stages, micro-batches) of the pipelines that are shown.
 PIPELINES = ((8, 8), (8, 64))
+_IN_BACKWARD = ("parameters, backward", "gradients", traffic.OVER_COPIES)
 
 
 class Forecast:
@@ -51,15 +51,17 @@ class Forecast:
         self.assumptions: list[str] = []
         if self.parallelism.ep > 1:
             raise NotImplementedError(f"parallelism.ep={self.parallelism.ep}: a plan deals no experts yet; use ep=1")
-        if self.parallelism.shard_ranks(num_ranks) != num_ranks:
-            raise NotImplementedError(
-                f"parallelism.dp_shard={self.parallelism.dp_shard} of {num_ranks} ranks: a plan is of one copy of the "
-                "model; plan for dp_shard ranks"
-            )
+        self.parallelism.check(num_ranks)
         if not hasattr(self.model, "activations"):
             raise NotImplementedError(f"{type(self.model).__name__} does not say what its activations hold")
         self.global_batch, self.micro_batches, self.micro_batch = self._batch()
-        self.blueprint = Blueprint(trainer, num_ranks)
+        self.stage = self.parallelism.zero
+        cut = Blueprint(trainer, self.parallelism.shard_ranks(num_ranks))
+        alone = cut if cut.num_ranks == 1 else cut.over(1)
+        self._blueprints = {stage: cut if stage else alone for stage in STAGES}
+        self.blueprint = self._blueprints[self.stage]
+        self.shard_ranks = self.blueprint.num_ranks
+        self.replicas = num_ranks // self.shard_ranks
         self.dtypes = Dtypes(self.parallelism.param_dtype.itemsize, self.parallelism.reduce_dtype.itemsize)
 
     def _batch(self) -> tuple[int, int, int]:
@@ -111,7 +113,7 @@ class Forecast:
             "bytes_cut": sum(plan.cut_bytes for unit in self.blueprint.units for plan in unit.plans),
         }
 
-    @property
+    @cached_property
     def _flops(self) -> float:
         return self.model.flops_per_token(self.seq_len)
 
@@ -126,9 +128,9 @@ class Forecast:
 
     # --- 2: memory ---
 
-    @cached_property
+    @property
     def rank(self) -> int:
-        """The rank that holds the most."""
+        """The rank that holds the most, among those that share a copy."""
         return self.blueprint.worst_rank
 
     @cached_property
@@ -136,8 +138,8 @@ class Forecast:
         """Bytes of optimizer state of that rank by kind."""
         return state_by_kind(self.blueprint.runs(self.rank))
 
-    @cached_property
-    def buckets(self) -> list[Bucket]:
+    @property
+    def buckets(self) -> list[PlannedBucket]:
         """Of that rank's step."""
         return self.blueprint.buckets(self.rank)
 
@@ -157,12 +159,14 @@ class Forecast:
             micro_batches: Of a step; None: the run's.
             options: ``recomputed``, of ``memory.moments``.
         """
+        blueprint = self._blueprints[stage]
+        rank = blueprint.worst_rank
         found = memory.moments(
-            self.blueprint,
+            blueprint,
             self._activations(micro_batch or self.micro_batch),
             self.dtypes,
-            state=sum(self.state.values()),
-            buckets=self.buckets,
+            state=sum(state_by_kind(blueprint.runs(rank)).values()),
+            buckets=blueprint.buckets(rank),
             stage=stage,
             micro_batches=micro_batches or self.micro_batches,
             regathers=self.parallelism.reshard_after_forward is not False,
@@ -177,20 +181,20 @@ class Forecast:
     def _most(self) -> dict[str, int]:
         """The most bytes of each part at any moment, at the stage of the run."""
         most: dict[str, int] = {}
-        for moment in self.moments(stage=self.parallelism.zero):
+        for moment in self.moments(stage=self.stage):
             for what, nbytes in moment.parts.items():
                 most[what] = max(most.get(what, 0), nbytes)
         return {what: nbytes for what, nbytes in most.items() if nbytes}
 
     def _memory(self) -> dict[str, Any]:
         stages = {stage: self.worst(stage=stage) for stage in STAGES}
-        book = memory.textbook(self.blueprint.numel, self.num_ranks)
+        book = memory.textbook(self.blueprint.numel, self._blueprints[3].num_ranks)
         return {
             "rank": self.rank,
             "device": self.memory,
             "available": self.available,
             "reserve": self.memory - self.available,
-            "stage": self.parallelism.zero,
+            "stage": self.stage,
             "stages": {
                 str(stage): {
                     "textbook_states": book[stage],
@@ -205,7 +209,7 @@ class Forecast:
             "most": self._most(),
             "optimizer_state": self.state,
             "checkpointing": {
-                word: self.worst(stage=self.parallelism.zero, recomputed=again).nbytes
+                word: self.worst(stage=self.stage, recomputed=again).nbytes
                 for word, again in (("full", True), ("none", False))
             },
             "configured": "full" if self._activations(1).recomputed else "none",
@@ -224,7 +228,7 @@ class Forecast:
             found[word] = None
             for size in sizes:
                 peak = self.worst(
-                    stage=self.parallelism.zero, micro_batch=size, micro_batches=share // size, recomputed=again
+                    stage=self.stage, micro_batch=size, micro_batches=share // size, recomputed=again
                 ).nbytes
                 if peak <= self.available:
                     found[word] = {"micro_batch": size, "accumulation": share // size, "peak": peak}
@@ -233,7 +237,7 @@ class Forecast:
 
     # --- 3: communication ---
 
-    def calls(self, micro_batches: int, buckets: list[Bucket]) -> dict[str, Any]:
+    def calls(self, micro_batches: int, buckets: list[PlannedBucket]) -> dict[str, Any]:
         """Returns the collectives of a step by what they are for.
 
         Args:
@@ -245,12 +249,13 @@ class Forecast:
             self.dtypes,
             micro_batches=micro_batches,
             regathers=self.parallelism.reshard_after_forward,
-            stage=self.parallelism.zero,
+            stage=self.stage,
+            replicas=self.replicas,
         ) | traffic.step_collectives(buckets)
 
     def _communication(self) -> dict[str, Any]:
         calls = self.calls(self.micro_batches, self.buckets)
-        lines = {line.what: line for line in traffic.timed(calls, self.machine, self.num_ranks)}
+        lines = {line.what: line for line in traffic.timed(calls, self.machine, self.shard_ranks, self.replicas)}
         exposure = self._exposure(lines)
         step = exposure.compute + exposure.exposed
         tokens = self.global_batch * self.seq_len
@@ -278,7 +283,7 @@ class Forecast:
         share = self._of_layers
         passes = [
             (forward, share * seconds.get("parameters, forward", 0.0)),
-            (backward, share * (seconds.get("parameters, backward", 0.0) + seconds.get("gradients", 0.0))),
+            (backward, share * sum(seconds.get(what, 0.0) for what in _IN_BACKWARD)),
         ]
         alone = sum(seconds.values()) - sum(network for _, network in passes)
         return traffic.exposure(passes, units=len(self.blueprint.layers), alone=alone)
@@ -330,7 +335,7 @@ class Forecast:
 
     def _owner(self, load: Load) -> dict[str, Any]:
         sent = self.blueprint.exchanged
-        network = sum(self.machine.seconds("all_to_all", int(way.max()), self.num_ranks) for way in sent.T)
+        network = sum(self.machine.seconds("all_to_all", int(way.max()), self.shard_ranks) for way in sent.T)
         return self._way(
             "owner",
             sent=int(sent.sum(axis=1).max()),
@@ -351,7 +356,7 @@ class Forecast:
             network=0.0,
             work=float(work.max()),
             memory_bytes=max((shard - now) * per_element, 0.0),
-            note=f"padding {shard * self.num_ranks / self.blueprint.numel - 1:.1%}, in every collective too",
+            note=f"padding {shard * self.shard_ranks / self.blueprint.numel - 1:.1%}, in every collective too",
         )
 
     def _gathered(self, load: Load) -> dict[str, Any]:
@@ -359,8 +364,8 @@ class Forecast:
         nbytes = self.blueprint.block_bytes
         return self._way(
             "gather everything",
-            sent=nbytes * (1 - 1 / self.num_ranks),
-            network=self.machine.seconds("all_gather", nbytes, self.num_ranks),
+            sent=nbytes * (1 - 1 / self.shard_ranks),
+            network=self.machine.seconds("all_gather", nbytes, self.shard_ranks),
             work=sum(load.flops),
             memory_bytes=self.blueprint.largest_numel * memory.WORKSPACE,
             note="full_tensor() in the step",
@@ -376,13 +381,13 @@ class Forecast:
         ]
 
     def _advice(self) -> list[dict[str, Any]]:
-        stage = self.parallelism.zero
+        stage, ranks = self.stage, self._blueprints[3].num_ranks
         unit = max(self.blueprint.layers or self.blueprint.units, key=lambda unit: unit.whole)
         layer = max(self._activations(1).layers, key=lambda layer: layer.saved + layer.work)
         gather = unit.whole * self.dtypes.param
-        whole = self.machine.seconds("all_gather", gather, self.num_ranks)
-        latency = (self.machine.seconds("all_gather", 0, self.num_ranks) / whole) if whole else 0.0
-        group = min(self.num_ranks, HSDP_RANKS)
+        whole = self.machine.seconds("all_gather", gather, ranks)
+        latency = (self.machine.seconds("all_gather", 0, ranks) / whole) if whole else 0.0
+        group = min(ranks, HSDP_RANKS)
         facts = Facts(
             available=self.available,
             peaks={stage: self.worst(stage=stage).nbytes for stage in STAGES},
@@ -390,10 +395,10 @@ class Forecast:
             kept=self.worst(stage=stage, recomputed=False).nbytes,
             layer=unit.whole * (2 * self.dtypes.param + self.dtypes.reduce) + layer.saved + layer.work,
             layers=len(self.blueprint.layers),
-            ranks=self.num_ranks,
+            ranks=ranks,
             devices=self.machine.devices,
             latency=latency,
-            replicated_state=self._states * self.num_ranks // group,
+            replicated_state=self._states * ranks // group,
             bubble=(schedules(*PIPELINES[0])[1].bubble, schedules(*PIPELINES[1])[1].bubble),
         )
         return [advice._asdict() | {"text": str(advice)} for advice in advise(facts)]
@@ -401,8 +406,10 @@ class Forecast:
     @property
     def _states(self) -> int:
         """Bytes of parameters, gradients and state of the worst rank."""
-        state = sum(self.state.values())
-        return sum(memory.resident(self.blueprint, self.dtypes, state=state, stage=3, accumulating=True).values())
+        blueprint = self._blueprints[3]
+        state = sum(state_by_kind(blueprint.runs(blueprint.worst_rank)).values())
+        held = memory.resident(blueprint, self.dtypes, state=state, stage=3)
+        return sum(held.values()) + memory.gradients(blueprint, self.dtypes, stage=3, reduced=True)
 
     # --- 7: the assumptions ---
 
@@ -438,7 +445,8 @@ class Forecast:
         seen = simulate(
             trainer, rank=rank, num_ranks=self.num_ranks, micro_batch=self.micro_batch, micro_batches=micro_batches
         )
-        runs, buckets = self.blueprint.runs(rank), self.blueprint.buckets(rank)
+        place = rank % self.shard_ranks  # among those that share a copy
+        runs, buckets = self.blueprint.runs(place), self.blueprint.buckets(place)
         state = sum(state_by_kind(runs).values())
         peak = max(
             moment.nbytes
@@ -448,7 +456,7 @@ class Forecast:
                 self.dtypes,
                 state=state,
                 buckets=buckets,
-                stage=self.parallelism.zero,
+                stage=self.stage,
                 micro_batches=micro_batches,
                 regathers=self.parallelism.reshard_after_forward is not False,
             )

@@ -68,33 +68,37 @@ class Machine:
     def _low(self, name: str) -> bool:
         return not 0 < getattr(self, name) < math.inf
 
-    def nodes(self, ranks: int) -> int:
-        """Returns how many nodes hold a group of ``ranks`` neighbours."""
-        return -(-ranks // self.devices)
+    def nodes(self, ranks: int, stride: int = 1) -> int:
+        """Returns how many nodes hold a group of ``ranks``, every ``stride``-th of them."""
+        return min(-(-ranks * stride // self.devices), ranks)
 
-    def bandwidth(self, ranks: int) -> float:
-        """Returns the bytes/s that pass each device of a ring over ``ranks`` neighbours."""
-        if self.nodes(ranks) == 1:
+    def bandwidth(self, ranks: int, stride: int = 1) -> float:
+        """Returns the bytes/s that pass each device of a ring over ``ranks``, every ``stride``-th of them.
+
+        As many rings as ``stride`` run at once and share a node's ports.
+        """
+        if self.nodes(ranks, stride) == 1:
             return self.bandwidth_inside
-        return min(self.bandwidth_inside, self.devices * self.bandwidth_between)
+        return min(self.bandwidth_inside, self.devices * self.bandwidth_between / min(stride, self.devices))
 
-    def seconds(self, collective: str, nbytes: float, ranks: int) -> float:
+    def seconds(self, collective: str, nbytes: float, ranks: int, stride: int = 1) -> float:
         """Returns the time of one collective.
 
         Args:
             collective: "all_gather", "reduce_scatter", "all_reduce" or "all_to_all".
             nbytes: Of the whole buffer; of an all-to-all, what the busiest rank sends to others.
-            ranks: Of the group, neighbours on the machine.
+            ranks: Of the group.
+            stride: Ranks from one of the group to the next, 1 for neighbours; the other ranks do the same at once.
 
         Raises:
             ValueError: For an unknown collective.
         """
         if collective == "all_to_all":
             return self._all_to_all(nbytes, ranks)
-        nodes = self.nodes(ranks)
+        nodes = self.nodes(ranks, stride)
         latency = (ranks - nodes) * self.latency_inside + (nodes - 1) * self.latency_between
         rounds = 2 if collective == "all_reduce" else 1
-        wire = moved(collective, nbytes, ranks) / self.bandwidth(ranks)
+        wire = moved(collective, nbytes, ranks) / self.bandwidth(ranks, stride)
         return (self.latency_start + rounds * latency + wire) if ranks > 1 else 0.0
 
     def _all_to_all(self, nbytes: float, ranks: int) -> float:

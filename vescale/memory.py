@@ -15,12 +15,10 @@ With recomputation "saved" is the stream into each layer, and all of the one lay
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from vescale.blueprint import Blueprint, PlannedUnit
-from vescale.bucket import Bucket
+from vescale.blueprint import Blueprint, PlannedBucket, PlannedUnit
 
 MASTER = 4  # bytes of an element of masters and gradients: float32
 STAGES = (0, 1, 2, 3)
@@ -89,35 +87,41 @@ def textbook(numel: int, ranks: int) -> Textbook:
     return Textbook(16 * n, 4 * n + 12 * n / p, 2 * n + 14 * n / p, 16 * n / p)
 
 
-def resident(
-    blueprint: Blueprint, dtypes: Dtypes, *, state: int, stage: int, accumulating: bool = False
-) -> dict[str, int]:
-    """Returns what lives through the whole of a step on one rank, bytes by what it is.
+def resident(blueprint: Blueprint, dtypes: Dtypes, *, state: int, stage: int) -> dict[str, int]:
+    """Returns what lives through the whole of a step on one rank but gradients, bytes by what it is.
 
-    Stages 1 and 2 keep all parameters gathered in ``dtypes.param``; stages 0 and 1 accumulate gradients unreduced, in
-    ``dtypes.reduce``. A stage below 3 whose compute dtype is the master's at stage 0 has no second copy.
+    Stages 1 and 2 keep all parameters gathered in ``dtypes.param``. At stage 0 every rank is alone with a copy, which
+    is what it computes with too unless that is another dtype.
 
     Args:
-        blueprint: Of the run.
+        blueprint: Of the ranks that share a copy; at stage 0 of one rank.
         dtypes: Of compute and of reduction.
-        state: Bytes of optimizer state on this rank when it is cut over all ranks.
+        state: Bytes of optimizer state on this rank.
         stage: ZeRO stage.
-        accumulating: Whether gradient shards are there from an earlier micro-batch.
     """
-    shard, whole = sum(unit.shard for unit in blueprint.units), sum(unit.whole for unit in blueprint.units)
-    trained = sum(unit.trained for unit in blueprint.units)
-    cut = stage > 0
-    parts = {
-        "parameters": MASTER * (shard if cut else blueprint.numel),
-        "optimizer state": state if cut else state * blueprint.num_ranks,
-    }
-    if stage < 3 and (cut or dtypes.param != MASTER):
-        parts["parameters, gathered"] = dtypes.param * whole
-    if stage < 2:
-        parts["gradients"] = dtypes.reduce * trained
-    elif accumulating:
-        parts["gradients"] = MASTER * sum(unit.trained_shard for unit in blueprint.units)
+    parts = {"parameters": MASTER * sum(unit.shard for unit in blueprint.units), "optimizer state": state}
+    if stage < 3 and copies(blueprint, dtypes):
+        parts["parameters, gathered"] = dtypes.param * sum(unit.whole for unit in blueprint.units)
     return parts
+
+
+def gradients(blueprint: Blueprint, dtypes: Dtypes, *, stage: int, reduced: bool) -> int:
+    """Returns the bytes of all gradients of one rank between two micro-batches.
+
+    Args:
+        blueprint: Of the ranks that share a copy; at stage 0 of one rank.
+        dtypes: Of compute and of reduction.
+        stage: ZeRO stage.
+        reduced: After the last micro-batch; before it stages 0 and 1 accumulate them whole, in ``dtypes.reduce``.
+    """
+    if stage < 2 and not reduced:
+        return dtypes.reduce * sum(unit.trained for unit in blueprint.units)
+    return MASTER * sum(unit.trained_shard for unit in blueprint.units)
+
+
+def copies(blueprint: Blueprint, dtypes: Dtypes) -> bool:
+    """Whether gathered parameters are other bytes than the masters: not on one rank that computes with these."""
+    return blueprint.num_ranks > 1 or dtypes.param != MASTER
 
 
 def moments(
@@ -126,7 +130,7 @@ def moments(
     dtypes: Dtypes,
     *,
     state: int,
-    buckets: Sequence[Bucket],
+    buckets: Sequence[PlannedBucket],
     stage: int = 3,
     micro_batches: int = 1,
     regathers: bool = True,
@@ -135,10 +139,10 @@ def moments(
     """Yields the moments of a step that may be its worst.
 
     Args:
-        blueprint: Of the run.
+        blueprint: Of the ranks that share a copy; at stage 0 of one rank.
         activations: Of one micro-batch.
         dtypes: Of compute and of reduction.
-        state: Bytes of optimizer state on this rank when it is cut over all ranks.
+        state: Bytes of optimizer state on this rank.
         buckets: Of this rank's optimizer step.
         stage: ZeRO stage.
         micro_batches: In a step; from the second on gradients are there before backward begins.
@@ -153,7 +157,9 @@ def moments(
         raise NotImplementedError(
             f"activations of {len(activations.layers)} layers for a model of {len(layers)} units beside the root"
         )
-    base = resident(blueprint, dtypes, state=state, stage=stage, accumulating=micro_batches > 1)
+    always = resident(blueprint, dtypes, state=state, stage=stage)
+    earlier = {"gradients": gradients(blueprint, dtypes, stage=stage, reduced=False)} if micro_batches > 1 else {}
+    base = always | earlier
     again = activations.recomputed if recomputed is None else recomputed
     step = _Step(blueprint, activations, dtypes, stage, micro_batches > 1, regathers, again)
     yield Moment("loss", base | step.loss())
@@ -161,8 +167,8 @@ def moments(
     for index in reversed(range(len(layers))):
         yield Moment(f"backward of {layers[index].name}", base | step.layer(index))
     yield Moment("backward of the embedding", base | step.embedding())
-    grads = resident(blueprint, dtypes, state=state, stage=stage, accumulating=True)
-    yield Moment("optimizer step", grads | {"blocks of the optimizer": step_bytes(buckets)})
+    grads = {"gradients": gradients(blueprint, dtypes, stage=stage, reduced=True)}
+    yield Moment("optimizer step", always | grads | {"blocks of the optimizer": step_bytes(buckets)})
 
 
 class _Step(NamedTuple):
@@ -239,16 +245,16 @@ class _Step(NamedTuple):
             "logits and loss": logits,
             "a parameter's gradient": self.dtypes.param * one,
         }
-        if self.stage == 3:
+        if self.stage == 3 and copies(self.blueprint, self.dtypes):
             parts["gathered units"] = self.dtypes.param * sum(unit.whole for unit in (self.blueprint.root, *gathered))
-        if self.stage > 1:
+        if self.stage > 1 or not self.accumulating:  # else all of them are there, from the micro-batch before
             parts["gradients in flight"] = self.dtypes.reduce * sum(unit.trained for unit in written)
-            if not self.accumulating:
-                parts["gradients"] = MASTER * sum(unit.trained_shard for unit in done)
+        if not self.accumulating:
+            parts["gradients"] = MASTER * sum(unit.trained_shard for unit in done)
         return parts
 
 
-def step_bytes(buckets: Sequence[Bucket]) -> int:
+def step_bytes(buckets: Sequence[PlannedBucket]) -> int:
     """Returns the most bytes that the optimizer's step holds at a time beyond parameters, gradients and state.
 
     While a bucket is computed the next one's payloads travel and the directions of the one before come back.
@@ -277,18 +283,17 @@ class _BucketBytes(NamedTuple):
     incoming: int  # parts received as an owner
     owned: int  # cut granules assembled here
     kept: int  # state as it was, and block state as it will be, until the bucket is applied
-    workspace: int  # of the rule while it computes its largest block here
+    workspace: int  # of the rule while it computes its largest block
 
 
 _NOTHING = _BucketBytes(0, 0, 0, 0, 0, 0, 0)
 
 
-def _bucket_bytes(bucket: Bucket) -> _BucketBytes:
-    if not bucket.has_blocks:
+def _bucket_bytes(bucket: PlannedBucket) -> _BucketBytes:
+    if not bucket.largest:
         return _NOTHING
     wire, exchange = bucket.rule.wire_dtype.itemsize, bucket.exchange
     lengths = [run.stop - run.start for run in bucket.runs]
-    jobs = [*bucket.kept, *(job for arrived in bucket.arriving.values() for job in arrived)]
     owned = [exchange.crossings[i] for i in exchange.mine] if exchange else []
     before = sum(value.nbytes for run in bucket.runs for value in run.state.values())
     after = sum(rows.nbytes for run in bucket.runs for of in run.blocks for rows in of.rows.values())
@@ -299,5 +304,5 @@ def _bucket_bytes(bucket: Bucket) -> _BucketBytes:
         incoming=wire * sum(move.stop - move.start for move in exchange.incoming) if exchange else 0,
         owned=wire * sum(c.stop - c.start for c in owned),
         kept=before + after,
-        workspace=WORKSPACE * max((math.prod(job.shape) for job in jobs), default=0),
+        workspace=WORKSPACE * bucket.largest,
     )

@@ -12,12 +12,15 @@ then the owners of a parameter's blocks do not decrease with the block, and thei
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from vescale.block import Lattice
 from vescale.run import Run
 
 Key = tuple[str, int]  # a parameter's name and a granule of it
@@ -86,12 +89,18 @@ def deal(work: Sequence[Work], load: Sequence[float]) -> dict[Key, int]:
     """
     load = list(load)
     mean = (sum(load) + sum(item.cost for item in work)) / len(load)
+    least = [(flops, rank) for rank, flops in enumerate(load)]
+    heapq.heapify(least)
     owners = {}
     for item in sorted(work, key=lambda item: (not item.stays, -item.cost, item.key)):
         owner = min(item.holders, key=load.__getitem__)
         if not item.stays and load[owner] + item.cost > max(mean, item.cost):
-            owner = min(range(len(load)), key=lambda rank: (load[rank], rank not in item.holders))
+            while least[0][0] != load[least[0][1]]:  # it was given more since
+                heapq.heappop(least)
+            if least[0][0] < load[owner]:
+                owner = least[0][1]
         load[owner] += item.cost
+        heapq.heappush(least, (load[owner], owner))
         owners[item.key] = owner
     return owners
 
@@ -109,13 +118,13 @@ def assign(runs: Sequence[Run]) -> tuple[dict[Key, int], list[Load]]:
         for run in members:
             for index, name in enumerate(run.names):
                 costs, cut = granule_costs(run, index), set(run.boundary(index))
-                largest = max([largest, *costs])
+                largest = max([largest, *costs[-2:]])  # those before the last are alike
+                stays = hasattr(run.rule, "block_state")
+                work += [Work(costs[i], (name, i), holders(run, index, i), stays) for i in sorted(cut)]
+                offset, size, step = run.offsets[index], run.shard_size, run.lattice(index).granularity
                 for granule, cost in enumerate(costs):
-                    held = holders(run, index, granule)
-                    if granule in cut:
-                        work.append(Work(cost, (name, granule), held, hasattr(run.rule, "block_state")))
-                    else:
-                        load[held.start] += cost
+                    if granule not in cut:
+                        load[(offset + granule * step) // size] += cost
         mine = deal(work, load)
         for item in work:
             load[mine[item.key]] += item.cost
@@ -136,9 +145,10 @@ def owned_blocks(run: Run, owners: dict[Key, int]) -> list[list[int]]:
     counts = []
     for index, name in enumerate(run.names):
         lattice, units = run.lattice(index), [0] * run.num_ranks
+        offset, size, step, each = run.offsets[index], run.shard_size, lattice.granularity, lattice.blocks_per_granule
         for granule in range(lattice.num_granules):
-            owner = owners.get((name, granule), holders(run, index, granule).start)
-            units[owner] += lattice.blocks_per_granule
+            owner = owners.get((name, granule))
+            units[(offset + granule * step) // size if owner is None else owner] += each
         counts.append(units)
     return counts
 
@@ -153,16 +163,23 @@ def holders(run: Run, index: int, granule: int) -> range:
 def granule_costs(run: Run, index: int) -> list[float]:
     """Returns the work of each granule of parameter ``index``: its blocks' ``rule.cost``, else the elements."""
     lattice = run.lattice(index)
-    by_box: dict[tuple[int, ...], float] = {}
-    costs = []
-    for granule in range(lattice.num_granules):
-        box = lattice.box(granule)
-        if box not in by_box:
-            lead = (1,) * (len(lattice.block) - len(box))
-            shapes = [lead + window_shape(window) for window in lattice.windows(granule)]
-            by_box[box] = sum(_cost(run.rule, shape) for shape in shapes)
-        costs.append(by_box[box])
-    return costs
+    last = lattice.num_granules - 1  # all before it are alike, and it may be shorter
+    full = [_granule_cost(run.rule, lattice, 0)] * last if last > 0 else []
+    return [*full, _granule_cost(run.rule, lattice, last)] if last >= 0 else []
+
+
+def _granule_cost(rule: Any, lattice: Lattice, granule: int) -> float:
+    """Along each dim of a granule there are blocks of at most two lengths: full ones, and one that ends with it."""
+    box = lattice.box(granule)
+    lead = (1,) * (len(lattice.block) - len(box))
+    lengths = [
+        [(length, count) for length, count in ((want, size // want), (size % want, 1)) if length and count]
+        for size, want in zip(box, lattice.block[len(lead) :], strict=True)
+    ]
+    total = 0.0
+    for sizes in itertools.product(*lengths):
+        total += math.prod(count for _, count in sizes) * _cost(rule, lead + tuple(length for length, _ in sizes))
+    return total
 
 
 def window_shape(window: Sequence[slice]) -> tuple[int, ...]:

@@ -97,6 +97,7 @@ class Run:
         self.start, self.stop = self._slice()
         self.parent = parent or self
         self._parts: dict[tuple[int, int], Run] = {}
+        self._lattices: dict[int, Lattice] = {}  # asked for once for each granule: there may be thousands
         if parent is None:
             flat = self.param()
             self.state = {name: torch.zeros_like(flat, dtype=dtype) for name, dtype in rule.element_state().items()}
@@ -182,8 +183,10 @@ class Run:
 
     def lattice(self, index: int) -> Lattice:
         """Blocks of parameter ``index``."""
-        shape = tuple(self.params[index].shape)
-        return Lattice(shape, self.rule.block_shape(shape))
+        if index not in self._lattices:
+            shape = tuple(self.params[index].shape)
+            self._lattices[index] = Lattice(shape, self.rule.block_shape(shape))
+        return self._lattices[index]
 
     def boundary(self, index: int) -> Boundary:
         """Granules of parameter ``index`` that rank edges cut.
@@ -226,7 +229,8 @@ class Run:
             first = sum(units[: self.rank])
             values = self.rule.block_state(self.lattice(index).block)
             rows = {
-                name: value.to(device).expand(units[self.rank], *value.shape).contiguous()
+                # A copy: an expansion to no rows would keep the memory of one.
+                name: value.to(device).repeat(units[self.rank], *[1] * value.ndim)
                 for name, value in values.items()
             }
             self.blocks.append(BlockState(first, rows, tuple(units)))

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -150,9 +150,8 @@ class Boundary:
 
     def __iter__(self) -> Iterator[int]:
         previous = -1
-        for edge in chain.from_iterable(self.edges):
-            granule, inside = divmod(edge, self.granularity)
-            if inside and granule != previous:
+        for granule in chain.from_iterable(_granules(run, self.granularity) for run in self.edges):
+            if granule != previous:
                 yield granule
                 previous = granule
 
@@ -162,6 +161,13 @@ class Boundary:
         last = (self.numel - 1) // self.granularity * self.granularity  # where the last granule begins
         missing = last + self.granularity - self.numel if self.edges and self.edges[-1][-1] > last else 0
         return len(self) * self.granularity - missing
+
+
+def _granules(edges: range, granularity: int) -> Iterable[int]:
+    """Which granules equally spaced edges cut, ascending; as ``_cut`` counts them."""
+    if edges.step >= granularity:
+        return (edge // granularity for edge in edges if edge % granularity)
+    return range(edges[0] // granularity, -(-edges[-1] // granularity))
 
 
 def _cut(edges: range, granularity: int) -> int:

@@ -14,17 +14,25 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from vescale.live import Collective, LiveBytes
 from vescale.mesh import make_mesh
 from vescale.optimizer import Optimizer
+from vescale.rule import Rules
 from vescale.trainer import Trainer
 
 TOLERANCE = 0.1  # of the predicted peak
+_NEED_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 class Observed(NamedTuple):
@@ -57,24 +65,28 @@ def simulate(trainer: Trainer, *, rank: int, num_ranks: int, micro_batch: int, m
 
     Raises:
         ValueError: If there is a process group already, or no such rank.
-        NotImplementedError: For a rule whose step depends on values, as Shampoo's roots do.
+        NotImplementedError: For a step that depends on values, as Shampoo's roots do, and for experts in float32.
     """
     if dist.is_initialized():
         raise ValueError("simulate: this process has a process group; simulate in a process of its own")
     if not 0 <= rank < num_ranks:
         raise ValueError(f"rank: expected a number in [0, {num_ranks}), got {rank}")
+    if hasattr(trainer.model_config, "num_experts_per_tok") and trainer.parallelism.param_dtype is not torch.bfloat16:
+        raise NotImplementedError("simulate: torch's made-up grouped products are of bf16; use parallelism=zero3_bf16")
+    _make_tables(trainer.rules)
     with _alone(rank, num_ranks):
-        trainer.shard(mesh=make_mesh(torch.device("cpu")))
+        shard_ranks = trainer.parallelism.shard_ranks(num_ranks)
+        trainer.shard(mesh=make_mesh(torch.device("cpu"), shard_ranks=shard_ranks))
         list(trainer.model.named_parameters())  # plans, and compares the plans with the other ranks, who agree
         with FakeTensorMode(allow_non_fake_inputs=True), LiveBytes() as live:
             try:
                 return observe(trainer, live, micro_batch=micro_batch, micro_batches=micro_batches)
-            except RuntimeError as problem:
-                if isinstance(problem.__cause__, DataDependentOutputException):
-                    raise NotImplementedError(
-                        f"simulate: made-up tensors have no values to branch on: {problem}"
-                    ) from None
-                raise
+            except (RuntimeError, *_NEED_VALUES) as problem:
+                if not isinstance(problem, _NEED_VALUES) and not isinstance(problem.__cause__, _NEED_VALUES):
+                    raise
+                raise NotImplementedError(
+                    f"simulate: made-up tensors have no values, and this run decides by some: {problem}"
+                ) from None
 
 
 def observe(trainer: Trainer, live: LiveBytes, *, micro_batch: int, micro_batches: int) -> Observed:
@@ -88,19 +100,37 @@ def observe(trainer: Trainer, live: LiveBytes, *, micro_batch: int, micro_batche
     """
     model = trainer.model.to_empty(device="cpu")
     model.init_weights()
-    parameters = live.now()
+    held = live.now()
+    parameters = held - sum(buffer.nbytes for buffer in model.buffers())
     optimizer = Optimizer(model.named_parameters(), trainer.rules)
-    state = live.now() - parameters
+    state = live.now() - held
+    for run in optimizer.runs:
+        if isinstance(run.begun, FakeTensor):  # what the host reads: whose turn it is, and the step of one parameter
+            run.begun = np.zeros(run.begun.shape, dtype=np.int64)  # type: ignore[assignment]
+            run.steps = torch.tensor([0.0]) if len(run.params) == 1 else run.steps  # made-up constants have a value
     tokens = torch.zeros(micro_batch, trainer.data_config.seq_len, dtype=torch.int64)
     with torch.no_grad():
         model(tokens, tokens)  # later forwards prefetch in the order of the first
+        for parameter in model.parameters():
+            parameter.mul_(1)  # as a step does: below stage 3 it is why parameters are gathered again
     live.restart()
-    for _ in range(micro_batches):
+    for left in reversed(range(micro_batches)):
+        model.set_requires_gradient_sync(left == 0 or trainer.parallelism.zero >= 2)  # as the trainer does
         model(tokens, tokens).backward()
     optimizer.clip_grad_norm_(trainer.config.max_grad_norm or math.inf, policy=trainer.config.clip_policy)
     optimizer.step()
     optimizer.zero_grad()
     return Observed(parameters, state, live.peak, live.allocations, live.collectives)
+
+
+def _make_tables(rules: Rules) -> None:
+    """Lets rules that round to codes make their tables of real numbers, before tensors are made up."""
+    for rule in (group.rule for group in rules.groups.values()):
+        if hasattr(rule, "chunk_state"):
+            zeros = torch.zeros(rule.finest)
+            state = {name: zeros.to(dtype) for name, dtype in rule.element_state().items()}
+            state |= {name: torch.zeros(1, dtype=dtype) for name, dtype in rule.chunk_state().items()}
+            rule.prepare(zeros, zeros.clone(), state | {"step": torch.zeros(())}, skip=None)
 
 
 @contextmanager

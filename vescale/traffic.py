@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from vescale.blueprint import Blueprint
-from vescale.bucket import Bucket
+from vescale.blueprint import Blueprint, PlannedBucket
 from vescale.live import Collective
 from vescale.machine import Machine
-from vescale.memory import Dtypes
+from vescale.memory import Dtypes, copies
 
+OVER_COPIES = "gradients, over copies"  # the line whose group is not the ranks that share a copy
 NORM = 4  # bytes of the gradient norm's square, summed over the ranks by clip_grad_norm_
 
 
@@ -34,42 +34,49 @@ class Line(NamedTuple):
 
 
 def model_collectives(
-    blueprint: Blueprint, dtypes: Dtypes, *, micro_batches: int, regathers: bool | None, stage: int = 3
+    blueprint: Blueprint,
+    dtypes: Dtypes,
+    *,
+    micro_batches: int,
+    regathers: bool | None,
+    stage: int = 3,
+    replicas: int = 1,
 ) -> dict[str, Counter[Collective]]:
     """Returns the collectives of forward and backward, as ``fully_shard`` calls them in a step.
 
-    Stages 1 and 2 gather once after the step, stage 1 reduces after the last micro-batch alone.
+    Stages 0 to 2 gather once after the step, 0 and 1 reduce after the last micro-batch alone. A group of one rank is
+    called too, and moves nothing.
 
     Args:
-        blueprint: Of the run.
+        blueprint: Of the ranks that share a copy; at stage 0 of one rank.
         dtypes: Of gathered parameters and of reduced gradients.
         micro_batches: Of a step.
         regathers: ``reshard_after_forward``: gather again for backward; None does, except the root.
         stage: ZeRO stage.
-
-    Raises:
-        NotImplementedError: At stage 0, whose replicas are not planned.
+        replicas: Copies of the model, over which the shards of gradients are summed too.
     """
-    if stage == 0:
-        raise NotImplementedError("the communication of ZeRO 0 is not planned; use parallelism.zero=1, 2 or 3")
     lines: dict[str, Counter[Collective]] = {
         "parameters, forward": Counter(),
         "parameters, backward": Counter(),
         "gradients": Counter(),
+        OVER_COPIES: Counter(),
     }
+    gathers, reduces = (micro_batches if stage == 3 else 1), (micro_batches if stage > 1 else 1)
     for unit in blueprint.units:
         again = (unit is not blueprint.root) if regathers is None else regathers
         for plan, trains in zip(unit.plans, unit.trainable, strict=True):
-            gathered = Collective("all_gather", plan.numel * dtypes.param)
-            lines["parameters, forward"][gathered] += micro_batches if stage == 3 else 1
-            lines["parameters, backward"][gathered] += micro_batches * again if stage == 3 else 0
+            if copies(blueprint, dtypes):
+                gathered = Collective("all_gather", plan.numel * dtypes.param)
+                lines["parameters, forward"][gathered] += gathers
+                lines["parameters, backward"][gathered] += micro_batches * again if stage == 3 else 0
             if trains:
-                reduced = Collective("reduce_scatter", plan.numel * dtypes.reduce)
-                lines["gradients"][reduced] += micro_batches if stage > 1 else 1
+                lines["gradients"][Collective("reduce_scatter", plan.numel * dtypes.reduce)] += reduces
+                if stage == 0 or replicas > 1:
+                    lines[OVER_COPIES][Collective("all_reduce", plan.shard_size * dtypes.reduce)] += reduces
     return {what: +calls for what, calls in lines.items() if +calls}
 
 
-def step_collectives(buckets: Sequence[Bucket]) -> dict[str, Counter[Collective]]:
+def step_collectives(buckets: Sequence[PlannedBucket]) -> dict[str, Counter[Collective]]:
     """Returns the collectives of clipping and of the optimizer's step on one rank.
 
     Args:
@@ -91,24 +98,22 @@ def total(lines: Iterable[Counter[Collective]]) -> Counter[Collective]:
     return sum(lines, Counter())
 
 
-def timed(lines: dict[str, Counter[Collective]], machine: Machine, ranks: int) -> list[Line]:
+def timed(lines: dict[str, Counter[Collective]], machine: Machine, ranks: int, replicas: int = 1) -> list[Line]:
     """Returns one line for each kind of call.
 
     Args:
         lines: Calls by what they are for.
         machine: That they run on.
-        ranks: Of the group, neighbours on the machine.
+        ranks: That share a copy of the model, neighbours on the machine.
+        replicas: Copies; the ranks that hold the same part are ``ranks`` apart.
     """
-    return [
-        Line(
-            what,
-            next(iter(calls)).name,
-            calls.total(),
-            sum(call.nbytes * count for call, count in calls.items()),
-            sum(count * machine.seconds(call.name, call.nbytes, ranks) for call, count in calls.items()),
-        )
-        for what, calls in lines.items()
-    ]
+    found = []
+    for what, calls in lines.items():
+        group, stride = (replicas, ranks) if what == OVER_COPIES else (ranks, 1)
+        seconds = sum(n * machine.seconds(call.name, call.nbytes, group, stride) for call, n in calls.items())
+        nbytes = sum(call.nbytes * count for call, count in calls.items())
+        found.append(Line(what, next(iter(calls)).name, calls.total(), nbytes, seconds))
+    return found
 
 
 class Exposure(NamedTuple):

@@ -37,17 +37,21 @@ def test_the_runs_own_dtypes_beside_it() -> None:
     trainer = _trainer("recipe=llama_debug_adamw", "parallelism.max_padding=0")
     ranks, dtypes = 4, Dtypes(2, 2)
     blueprint = Blueprint(trainer, ranks)
-    n, padded = blueprint.numel, sum(unit.whole for unit in blueprint.units)
-    assert n == 1_066_368 and padded - n < 0.002 * n
-    shard, state = padded // ranks, 8 * padded // ranks
-    whole = [
-        sum(memory.resident(blueprint, dtypes, state=state, stage=stage, accumulating=True).values())
-        for stage in memory.STAGES
-    ]
-    assert whole[0] == 4 * n + 2 * padded + 2 * padded + 8 * padded  # master, copy, gradient, moments
+    alone = blueprint.over(1)
+    n, padded, copy = blueprint.numel, *(sum(unit.whole for unit in of.units) for of in (blueprint, alone))
+    assert n == 1_066_368 and padded - n < 0.002 * n and copy - n < 0.002 * n
+    shard = padded // ranks
+    whole = []
+    for stage in memory.STAGES:
+        of, state = (blueprint, 8 * shard) if stage else (alone, 8 * copy)
+        grads = memory.gradients(of, dtypes, stage=stage, reduced=False)
+        whole.append(sum(memory.resident(of, dtypes, state=state, stage=stage).values()) + grads)
+    assert whole[0] == 4 * copy + 2 * copy + 2 * copy + 8 * copy  # master, what is computed with, gradient, moments
     assert whole[1] == 4 * shard + 2 * padded + 2 * padded + 8 * shard
     assert whole[2] == 4 * shard + 2 * padded + 4 * shard + 8 * shard
     assert whole[3] == 16 * shard
+    assert memory.gradients(alone, dtypes, stage=0, reduced=True) == 4 * copy
+    assert "parameters, gathered" not in memory.resident(alone, Dtypes(4, 4), state=0, stage=0)
 
 
 def test_state_is_what_the_rules_declare_on_every_rank() -> None:
@@ -100,6 +104,8 @@ def test_a_later_micro_batch_finds_gradients() -> None:
 
 
 REAL = {
+    "experts, latent attention": (["recipe=moe_debug_muon", "model.num_hidden_layers=3"], 2, 1),
+    "ZeRO 1": (["recipe=llama_debug_adamw", "parallelism.zero=1"], 2, 2),
     "muon": (["recipe=llama_debug_muon"], 2, 1),
     "kept after forward": (["recipe=llama_debug_adamw", "parallelism.reshard_after_forward=false"], 2, 2),
     "bf16": (["recipe=llama_debug_adamw", "parallelism=zero3_bf16", "model.num_key_value_heads=4"], 2, 1),

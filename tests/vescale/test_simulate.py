@@ -36,6 +36,18 @@ CASES = {
         "recipe=llama_debug_muon", "world_size=5", "trainer.global_batch=10", "parallelism=zero3_bf16",
         "model.checkpoint=full", "model.tie_word_embeddings=true", "rank=2",
     ),
+    "ZeRO 0": ("recipe=llama_debug_muon", "world_size=4", "parallelism.zero=0", "trainer.global_batch=8"),
+    "ZeRO 1": (
+        "recipe=llama_debug_muon", "world_size=4", "parallelism=zero3_bf16", "parallelism.zero=1",
+        "trainer.global_batch=8",
+    ),
+    "ZeRO 2": ("recipe=llama_debug_muon", "world_size=4", "parallelism.zero=2", "trainer.global_batch=8", "rank=1"),
+    "copies": (
+        "recipe=llama_debug_muon", "world_size=8", "parallelism.dp_shard=4", "trainer.global_batch=16", "rank=6",
+    ),
+    "SOAP": ("recipe=llama_debug_soap", "world_size=8", "rank=5"),
+    "experts": ("recipe=moe_debug_muon", "world_size=4", "parallelism=zero3_bf16", "rank=3"),
+    "8-bit Adam": ("recipe=llama_debug_adam8bit", "world_size=4", "rank=2"),
 }  # fmt: skip
 
 
