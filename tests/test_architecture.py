@@ -45,7 +45,7 @@ LEVELS = (
     {"rows", "mesh", "checkpoint", "data", "resolve", "tracking", "watchdog", "stop", "profile", "garbage", "capacity"},
     {"saver", "record", "deterministic", "health", "journal", "job"},
     {"trainer", "machine", "pipeline", "live"},
-    {"blueprint"},
+    {"blueprint", "uneven"},
     {"memory", "traffic", "simulate", "advice"},
     {"forecast", "tables"},
     {"train", "report", "torchrun"},

@@ -257,7 +257,7 @@ class Forecast:
         calls = self.calls(self.micro_batches, self.buckets)
         lines = {line.what: line for line in traffic.timed(calls, self.machine, self.shard_ranks, self.replicas)}
         exposure = self._exposure(lines)
-        step = exposure.compute + exposure.exposed
+        step = exposure.compute + exposure.exposed + self._stepping()
         tokens = self.global_batch * self.seq_len
         return {
             "machine": self.machine.name,
@@ -270,6 +270,7 @@ class Forecast:
             "exposed_seconds": exposure.exposed,
             "exposed": exposure.fraction,
             "exposed_without_overlap": exposed(exposure.communication, exposure.compute, overlap=0.0),
+            "optimizer_seconds": self._stepping(),
             "step_seconds": step,
             "tokens_per_second": tokens / step,
             "model_flop_utilisation": self._flops * tokens / self.num_ranks / step / self.machine.flops,
@@ -319,6 +320,12 @@ class Forecast:
         """Seconds to read and write parameters, gradients and state once, on the worst rank."""
         shard = sum(unit.trained_shard for unit in self.blueprint.units)
         return (memory.MASTER * 3 * shard + 2 * sum(self.state.values())) / self.machine.memory_bandwidth
+
+    def _stepping(self) -> float:
+        """Seconds that the busiest rank computes in the optimizer's step."""
+        load = self.blueprint.load
+        blocks = 0.0 if load is None else max(load.flops)
+        return self.machine.compute_seconds(blocks) + self._elementwise()
 
     def _way(self, name: str, *, sent: float, network: float, work: float, memory_bytes: float, note: str) -> dict:
         compute = self.machine.compute_seconds(work)

@@ -31,6 +31,7 @@ class PlanConfig:
         format: "table" or "json".
         simulate: Run the library's own code for one rank on a fake process group, and compare.
         rank: Of the simulation.
+        capacity: Memory of each rank in any unit, where they differ; None: all the same.
 
     Raises:
         ValueError: If a field is out of range; all of them are named.
@@ -42,6 +43,7 @@ class PlanConfig:
     format: Literal["table", "json"] = "table"
     simulate: bool = False
     rank: int = 0
+    capacity: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         problems = []
@@ -80,7 +82,17 @@ def figures(config: Mapping[str, Any]) -> dict[str, Any]:
     found = forecast.sections()
     if asked.simulate:
         found["simulation"] = forecast.compare(_asked(config)[1], rank=asked.rank)
+    if asked.capacity is not None:
+        found["unequal ranks"] = _uneven(_asked(config)[1], world, asked.capacity)
     return found
+
+
+def _uneven(trainer: Trainer, world: int, capacity: Sequence[int]) -> dict[str, Any]:
+    from vescale.uneven import uneven
+
+    if len(capacity) != world:
+        raise ValueError(f"capacity: expected one for each of {world} ranks, got {len(capacity)}")
+    return uneven(trainer, capacity)
 
 
 def _asked(config: Mapping[str, Any]) -> tuple[PlanConfig, Trainer, int]:
@@ -91,7 +103,7 @@ def _asked(config: Mapping[str, Any]) -> tuple[PlanConfig, Trainer, int]:
     asked = resolve({"_target_": "vescale.plan.PlanConfig", **{key: config[key] for key in own if key in config}})
     run = {key: value for key, value in config.items() if key not in own}
     trainer = prepare({**run, "dry_run": True})
-    return asked, trainer, run.get("world_size") or world_size()
+    return asked, trainer, int(run.get("world_size") or world_size())
 
 
 def main(argv: Sequence[str] | None = None) -> int:

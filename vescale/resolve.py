@@ -62,7 +62,12 @@ def _find(target: str, where: str, problems: list[str]) -> Any:
     module, _, name = str(target).rpartition(".")
     try:
         room = importlib.import_module(module)
-    except (ImportError, ValueError):
+    except ImportError as problem:
+        broken = isinstance(problem, ModuleNotFoundError) and not str(target).startswith(str(problem.name))
+        why = f": {problem}" if broken or not isinstance(problem, ModuleNotFoundError) else ""
+        problems.append(f"{where}: no module {module!r} to take {target!r} from{why}")
+        return None
+    except ValueError:
         problems.append(f"{where}: no module {module!r} to take {target!r} from")
         return None
     kind = getattr(room, name, None)

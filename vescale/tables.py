@@ -144,6 +144,19 @@ def _assumptions(section: Sequence[str]) -> Iterable[Any]:
         yield f"- {line}"
 
 
+def _unequal(section: Mapping[str, Any]) -> Iterable[Any]:
+    yield (
+        f"shards in the ratio of the ranks' capacities: padding {section['padding']:.2%}, "
+        f"{section['bytes_cut']:,} bytes of blocks are cut; fully_shard does not build such a plan yet"
+    )
+    total = sum(section["elements"])
+    rows: dict[int, tuple[Any, ...]] = {}
+    for capacity, elements in zip(section["capacity"], section["elements"], strict=True):
+        ranks = rows.get(capacity, (0,))[0] + 1
+        rows[capacity] = (ranks, capacity, f"{elements:,}", f"{elements / total:.2%}")
+    yield _table(("ranks", "capacity of each", "elements of each", "share of each"), rows.values())
+
+
 def _simulation(section: Mapping[str, Any]) -> Iterable[Any]:
     yield f"rank {section['rank']:,}, {section['micro_batches']} micro-batches, {section['allocations']:,} allocations"
     rows = [
@@ -186,6 +199,7 @@ _SECTIONS: dict[str, Any] = {
     "optimizer": _optimizer,
     "pipeline": _pipeline,
     "advice": _advice,
+    "unequal ranks": _unequal,
     "simulation": _simulation,
     "assumptions": _assumptions,
 }

@@ -162,6 +162,8 @@ def test_more_ranks_than_sequences_is_an_assumption_that_is_listed() -> None:
             "simulate: made-up tensors have no values, .*Shampoo.block",
         ),
         (["-m", "machine=h100,a100"], "expected one configuration, got 2"),
+        (["world_size=4", "capacity=[1,2]"], "capacity: expected one for each of 4 ranks, got 2"),
+        (["world_size=2", "capacity=[1,0]"], "capacity: rank 1: expected a positive integer or Fraction, got 0"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(argv: list[str], line: str, capsys: Any, tmp_path: Path) -> None:
@@ -170,6 +172,28 @@ def test_bad_input_is_one_line_and_exit_code_2(argv: list[str], line: str, capsy
     assert printed.out == "" and printed.err.startswith("vescale.plan: ") and printed.err.count("\n") == 1
     assert re.search(line, printed.err), printed.err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_unequal_ranks_hold_what_their_memories_are_to_each_other() -> None:
+    known = _figures("world_size=4", "capacity=[1,1,2,4]")["unequal ranks"]
+    first, second, third, fourth = known["elements"]
+    assert first == second and third == 2 * first and fourth == 4 * first
+    assert sum(known["elements"]) == pytest.approx(1_066_368 * (1 + known["padding"]))
+    assert known["padding"] < 0.01
+
+
+def test_a_number_of_ranks_may_be_written_as_a_power_of_ten() -> None:
+    assert _figures("world_size=1e1")["model"]["ranks"] == 10
+
+
+def test_a_step_takes_the_optimizers_time_too() -> None:
+    known = _figures("recipe=llama70b_muon", "model.num_hidden_layers=2", "world_size=64")
+    times, owner = known["communication"], known["optimizer"]["ways"][0]
+    parts = times["compute_seconds"] + times["exposed_seconds"] + times["optimizer_seconds"]
+    assert times["step_seconds"] == pytest.approx(parts)
+    assert times["optimizer_seconds"] == pytest.approx(
+        owner["compute_seconds"] + known["optimizer"]["elementwise_seconds"]
+    )
 
 
 def test_the_command_from_any_folder(tmp_path: Path) -> None:
