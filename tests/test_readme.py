@@ -118,3 +118,10 @@ def test_a_rule_of_ones_own_composes(tmp_path: Path) -> None:
     (tmp_path / "optimizer" / "lion.yaml").write_text(_code("Write a rule", language="yaml")[0])
     config = compose(["--config-dir", str(tmp_path), "optimizer=lion"])
     assert config["optimizer"]["all"]["rule"] == {"_target_": "lion.Lion", "lr": 3e-4}
+
+
+def test_the_map_has_every_file() -> None:
+    drawn = README.read_text().split("## Where things are")[1]
+    packages = ("vescale", "optimizers", "models")
+    files = {path.stem for name in packages for path in (README.parent / name).glob("*.py")} - {"__init__"}
+    assert not {name for name in files if not re.search(rf"\b{name}\b", drawn)}
