@@ -59,7 +59,7 @@ def encoded(x, edges, SIGNED: tl.constexpr):
     if not SIGNED:
         count = 2.0 * count
     place = tl.floor((magnitude * scale - 0.1) * (count / 0.9))
-    place = tl.minimum(tl.maximum(place, 0.0), count - 1.0)  # also what makes a NaN a code
+    place = tl.minimum(tl.where(place >= 0.0, place, 0.0), count - 1.0)  # a NaN is no index: it becomes 0
     if SIGNED:
         code = tl.where(x < 0, 127.0 - count - place, 127.0 + count + place).to(tl.int32)
     else:
