@@ -128,6 +128,15 @@ class Saver:
         """Whether this rank's thread is writing."""
         return self._thread is not None and self._thread.is_alive()
 
+    def join(self, *, timeout_s: float) -> None:
+        """Waits for this rank's thread, alone: what a run that ends early was writing becomes whole all the same.
+
+        Args:
+            timeout_s: Most seconds to wait, for ranks that are gone.
+        """
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
     def wait(self) -> None:
         """Waits until the checkpoint that was begun is whole; called by all ranks together.
 

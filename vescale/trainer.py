@@ -166,7 +166,7 @@ class Trainer:
         with self._tracked(), process_group(self.device), StopSignals() as self.signals, Garbage() as self.garbage:
             self._start()
             self._resume()
-            with self._watched() as beat, self._progress() as advance:
+            with self._watched() as beat, self._progress() as advance, self._written():
                 while self.step < self.config.steps:
                     asked, agreed = self._ask()
                     self.profile.begin(self.step + 1)
@@ -523,6 +523,15 @@ class Trainer:
         finally:
             if self.journal is not None:
                 self.journal.tracker.finish(exit_code=failed)
+
+    @contextmanager
+    def _written(self) -> Iterator[None]:
+        """A run that stops early leaves the checkpoint that it was writing whole."""
+        try:
+            yield
+        except Stopped:
+            self.saver.join(timeout_s=60)  # seconds; alone, since not every stop is one of all ranks
+            raise
 
     @contextmanager
     def _watched(self) -> Iterator[Callable[[], None]]:
