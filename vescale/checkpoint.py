@@ -20,7 +20,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -57,28 +57,28 @@ def step_of(path: Path) -> int:
     return int(path.name[5:])
 
 
-def newest_good(root: Path, *, rank: int = 0, world: int = 1) -> tuple[Path | None, dict[str, Any], list[str]]:
-    """Returns the newest checkpoint whose checksums agree, its extra values, and what is wrong with newer ones.
-
-    Without a process group every rank must be asked with ``rank=0, world=1``, or compare its answer with the others.
+def newest_good(
+    root: Path, paths: Sequence[Path], check: Callable[[Path], T]
+) -> tuple[Path | None, T | None, list[str]]:
+    """Returns the newest of ``paths`` that ``check`` finds good, what it returned, and what is wrong with newer ones.
 
     Args:
-        root: Holds the checkpoints.
-        rank: Which share of the files to compare.
-        world: Number of shares.
+        root: Holds the checkpoints; for the message.
+        paths: Whole checkpoints, by step.
+        check: Raises ValueError for a bad one.
 
     Raises:
         ValueError: If there are checkpoints but none is good: nothing begins anew over somebody's work.
     """
     wrong: list[str] = []
-    for path in reversed(whole(root)):
+    for path in reversed(paths):
         try:
-            return path, verify(path, rank=rank, world=world), wrong
+            return path, check(path), wrong
         except ValueError as problem:
             wrong.append(str(problem))
     if wrong:
-        raise ValueError(f"no checkpoint below {root} is good: {'; '.join(wrong)}")
-    return None, {}, []
+        raise ValueError(f"no checkpoint in {root} is good: {'; '.join(wrong)}")
+    return None, None, []
 
 
 def read_extra(path: Path) -> dict[str, Any]:

@@ -109,15 +109,9 @@ class Trainer:
 
     def _extra_of_newest(self) -> tuple[dict[str, Any], Path | None]:
         """What the newest checkpoint says that has all its files; checksums are compared when the ranks are there."""
-        wrong: list[str] = []
-        for path in reversed(checkpoint.whole(self.checkpoints)):
-            try:
-                return checkpoint.read_extra(path), path
-            except ValueError as problem:
-                wrong.append(str(problem))
-        if wrong:  # nothing begins anew over somebody's work
-            raise ValueError(f"no checkpoint in {self.checkpoints} is good: {'; '.join(wrong)}")
-        return {}, None
+        paths = checkpoint.whole(self.checkpoints)
+        path, extra, _ = checkpoint.newest_good(self.checkpoints, paths, checkpoint.read_extra)
+        return extra or {}, path
 
     def check_ranks(self, world: int) -> None:
         """Raises for a number of ranks that cannot share the batch or the model.
@@ -339,17 +333,15 @@ class Trainer:
     def _newest_good(self) -> tuple[Path | None, list[str]]:
         """Returns the newest checkpoint whose checksums agree, and what is wrong with newer ones; each rank looks at
         its share of the files, and rank 0 says which one it is."""
-        rank, world = dist.get_rank(), dist.get_world_size()
-        wrong: list[str] = []
-        for path in reversed(checkpoint.from_rank_0(checkpoint.whole(self.checkpoints))):
-            try:
-                checkpoint.together(partial(checkpoint.verify, path, rank=rank, world=world))
-                return path, wrong
-            except ValueError as problem:
-                wrong.append(str(problem))
-        if wrong:  # nothing begins anew over somebody's work
-            raise Stopped(f"no checkpoint in {self.checkpoints} is good: {'; '.join(wrong)}", code=2)
-        return None, []
+        share = {"rank": dist.get_rank(), "world": dist.get_world_size()}
+        paths = checkpoint.from_rank_0(checkpoint.whole(self.checkpoints))
+        try:
+            path, _, wrong = checkpoint.newest_good(
+                self.checkpoints, paths, lambda path: checkpoint.together(partial(checkpoint.verify, path, **share))
+            )
+        except ValueError as problem:
+            raise Stopped(str(problem), code=2) from None
+        return path, wrong
 
     def _open(self, path: Path | None, extra: dict[str, Any]) -> None:
         """Opens the metrics after what the checkpoint at ``path`` knows of, and says what begins."""
