@@ -288,6 +288,8 @@ def memory(rank: int, shape: Shape, policy: MixedPrecisionPolicy, best: str, key
     step(system, tokens)
     grown = resident() - before
     with LiveBytes() as live:
+        step(system, tokens)  # what lived before, optimizer state above all, is counted once it has been touched
+        live.restart()
         step(system, tokens)
     with Copies() as copies:
         step(system, tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from typing import Any
 
 import torch
@@ -78,9 +79,15 @@ def _steps() -> list[tuple[int, float]]:
         optimizer.step()
         optimizer.zero_grad()
         if step in (200, 1000):
-            gc.collect()
-            seen.append((sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects()), _resident()))
+            seen.append((min(_tensors() for _ in range(3)), _resident()))
     return seen
+
+
+def _tensors() -> int:
+    """Tensors of this process; the least of three counts, as gloo's threads let go of some a moment late."""
+    time.sleep(0.01)
+    gc.collect()
+    return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
 
 
 def test_a_thousand_steps_leave_memory_flat(pool) -> None:

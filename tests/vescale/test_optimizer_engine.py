@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import time
 from pathlib import Path
 from typing import Any
 
@@ -270,20 +271,22 @@ def _live(rule: str) -> list[int]:
     for step in range(5):
         _step(model, optimizer, step)
         optimizer.zero_grad()
-        gc.collect()
-        held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors()}
-        sizes.append(sum(held.values()))
+        sizes.append(min(_held() for _ in range(3)))  # gloo's threads let go of a tensor a moment after its collective
     return sizes
 
 
-def _tensors() -> list[torch.Tensor]:
-    return [o for o in gc.get_objects() if type(o) in (torch.Tensor, nn.Parameter) and not o.is_meta]
+def _held() -> int:
+    """Bytes of all tensors of this process."""
+    time.sleep(0.01)
+    gc.collect()
+    tensors = [o for o in gc.get_objects() if type(o) in (torch.Tensor, nn.Parameter) and not o.is_meta]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_no_step_leaves_more_behind_than_the_second(pool, rule: str) -> None:
     for sizes in pool(2).run(_live, rule):
-        assert len(set(sizes[1:])) == 1, sizes
+        assert max(sizes[2:]) <= sizes[1], sizes
 
 
 # --- clipping ---
