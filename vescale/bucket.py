@@ -95,7 +95,7 @@ class Bucket:
             if self.has_blocks:  # so that an exception in a block can be taken back
                 self.before += [(value, value.clone()) for value in run.state.values()]
             of = rule_for(rule, tuple(run.params[0].shape))
-            payloads = of.prepare(run.param(), run.grad(), _state(run), skip=skip)
+            payloads = of.prepare(run.param(), run.grad(), run.all_state, skip=skip)
             if skip is not None and self.has_state:  # eigh and qr of NaN raise, and what comes of it is not written
                 payloads = tuple(torch.where(skip > 0, torch.zeros_like(flat), flat) for flat in payloads)
             self.payloads.append(payloads)
@@ -127,7 +127,7 @@ class Bucket:
             row.copy_(value if skip is None else torch.where(skip > 0, row, value))
         for run, direction in zip(self.runs, self.directions, strict=False):
             _zero_gaps(run, direction)
-            rule.apply(run.param(), direction, _state(run), skip=skip)
+            rule.apply(run.param(), direction, run.all_state, skip=skip)
         for run in self.runs:
             run.advance(skip)
         self.directions, self.writes, self.before = [], [], []
@@ -195,10 +195,6 @@ def _gather(views: Sequence[torch.Tensor], shape: Sequence[int]) -> torch.Tensor
     if len(views) == 1:
         return views[0].contiguous().view(1, *shape)
     return torch.stack([view.reshape(tuple(shape)) for view in views])
-
-
-def _state(run: Run) -> dict[str, torch.Tensor]:
-    return {**run.state, "step": run.steps[0]}
 
 
 def _zero_gaps(run: Run, direction: torch.Tensor) -> None:

@@ -79,6 +79,7 @@ class Optimizer(torch.optim.Optimizer):
         self.owners, self.loads = assign(self.runs)
         for run in self.runs:
             self._create_state(run)
+        self._units = list({id(run.home.unit): run.home.unit for run in self.runs if run.home}.values())
         self._programs: dict[tuple[tuple[int, int, int], ...], list[Bucket]] = {}
 
     # --- the step ---
@@ -130,13 +131,12 @@ class Optimizer(torch.optim.Optimizer):
 
     def _check_alive(self) -> None:
         """Puts parameters that were assigned to back into their shards, and refuses what is not float32 any more."""
-        for unit in {id(run.home.unit): run.home.unit for run in self.runs if run.home}.values():
+        for unit in self._units:
             unit.realias()
         for run in self.runs:
-            dtype = run.param().dtype
-            if dtype is not torch.float32:
+            if run.dtype is not torch.float32:
                 raise ValueError(
-                    f"{run.names[0]} has become {dtype}: expected float32, as when this Optimizer was made; "
+                    f"{run.names[0]} has become {run.dtype}: expected float32, as when this Optimizer was made; "
                     "cast before making it, and compute in another dtype by MixedPrecisionPolicy(param_dtype=...)"
                 )
 
