@@ -59,6 +59,8 @@ PRIVATE = {
     "torch._C._will_engine_execute_node": "models.Linear: whether a backward adds to the gradient or only asks for it",
     "torch._amp_foreach_non_finite_check_and_unscale_": "GradScaler.unscale_ on the runs of gradients",
     "torch._fused_adamw_": "the operator under torch.optim.AdamW(fused=True)",
+    "torch._C.DisableTorchFunctionSubclass": "attributes of parameters that are DTensors, read at every step",
+    "torch._foreach_add": "the counters of all runs in one launch",
     "torch._foreach_mul_": "clip_grad_norm_: one launch for all gradients",
     "torch.Tensor._dtensor__new__": "the only way to make a DTensor subclass",
     "torch.autograd.profiler._is_profiler_enabled": "labels cost nothing while nobody records",

@@ -74,9 +74,9 @@ def realias_grads(segment: Segment) -> None:
     grads = [param.grad for param in segment.sharded]
     if all([grad is None for grad in grads]):
         segment.grad = None
-    elif segment.grad is None or not all([type(grad) is RaggedTensor for grad in grads]):
-        _realias_each_grad(segment, grads)
-    elif not _lie_in([grad._local_tensor for grad in grads], segment.grad):  # type: ignore[union-attr]
+        return
+    ragged = segment.grad is not None and all([type(grad) is RaggedTensor for grad in grads])
+    if not (ragged and _lie_in([grad._local_tensor for grad in grads], segment.grad)):  # type: ignore[union-attr, arg-type]
         _realias_each_grad(segment, grads)
 
 

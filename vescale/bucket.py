@@ -90,6 +90,12 @@ class Bucket:
 
     def prepare(self, rule: Any, skip: torch.Tensor | None) -> None:
         """Runs the rule's element-wise part and sends the payloads of cut blocks on their way."""
+        if not self.has_blocks and hasattr(rule, "prepare_runs"):
+            runs = self.runs
+            rule.prepare_runs(
+                [r.param() for r in runs], [r.grad() for r in runs], [r.all_state for r in runs], skip=skip
+            )
+            return
         self.payloads = []
         for run in self.runs:
             if self.has_blocks:  # so that an exception in a block can be taken back
@@ -128,8 +134,9 @@ class Bucket:
         for run, direction in zip(self.runs, self.directions, strict=False):
             _zero_gaps(run, direction)
             rule.apply(run.param(), direction, run.all_state, skip=skip)
+        torch._foreach_add_([run.steps for run in self.runs], 1 if skip is None else 1 - skip)
         for run in self.runs:
-            run.advance(skip)
+            run.advance()
         self.directions, self.writes, self.before = [], [], []
 
     def undo(self) -> None:

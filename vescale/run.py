@@ -250,11 +250,10 @@ class Run:
         shape = (sum(held.units), *rows.shape[1:])
         return from_local(rows.view(-1), param.device_mesh, placements, shape=shape)
 
-    def advance(self, skip: torch.Tensor | None) -> None:
-        """Counts a completed step."""
+    def advance(self) -> None:
+        """Counts a step that was begun; ``steps``, which counts those completed, is its bucket's to raise."""
         if self.blocks:
             self.begun += 1
-        self.steps.add_(1 if skip is None else 1 - skip)
         ages, mine = self.parent.ages, slice(self.first, self.first + len(self.params))
         ages[mine] = [hash((ages[self.first], self.parent.clock))] * len(self.params)  # they are equal: see ``active``
 

@@ -94,14 +94,55 @@ def adamw_torch(
     low: Tensor | None = None,
 ) -> None:
     """The twin: torch's fused AdamW. On CPU its bits do not depend on cuts at multiples of eight elements or more."""
-    # The operator under torch.optim.AdamW(fused=True), whose own way there takes longer than a small run does.
+    _fused([param], [grad], [exp_avg], [exp_avg_sq], [step], lr, betas, eps, weight_decay, skip)
+    if low is not None:
+        low.copy_(param)
+
+
+def adamw_each_(
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    steps: list[Tensor],
+    *,
+    lr: float | Tensor,
+    betas: Sequence[float],
+    eps: float,
+    weight_decay: float,
+    skip: Tensor | None = None,
+) -> None:
+    """``adamw_`` of several runs, in one call of torch's operator where no kernel runs; takes its options but ``low``.
+
+    Sizes and dtypes are not checked: the runs of a buffer are asked for at every step.
+    """
+    if not runs_kernels(params[0]):
+        _fused(params, grads, exp_avgs, exp_avg_sqs, steps, lr, betas, eps, weight_decay, skip)
+        return
+    for each in zip(params, grads, exp_avgs, exp_avg_sqs, steps, strict=True):
+        adamw_triton(*each, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, skip=skip)
+
+
+def _fused(
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    steps: list[Tensor],
+    lr: float | Tensor,
+    betas: Sequence[float],
+    eps: float,
+    weight_decay: float,
+    skip: Tensor | None,
+) -> None:
+    """The operator under ``torch.optim.AdamW(fused=True)``, whose own way there takes longer than a small run does."""
     torch._fused_adamw_(
-        [param],
-        [grad],
-        [exp_avg],
-        [exp_avg_sq],
+        params,
+        grads,
+        exp_avgs,
+        exp_avg_sqs,
         [],
-        [step + 1],
+        torch._foreach_add(steps, 1),
         lr=lr,
         beta1=betas[0],
         beta2=betas[1],
@@ -111,8 +152,6 @@ def adamw_torch(
         maximize=False,
         found_inf=skip,
     )
-    if low is not None:
-        low.copy_(param)
 
 
 def adamw_triton(
