@@ -29,6 +29,8 @@ to ``wire_dtype`` whether an edge cuts the block or not, so that the update does
 
 What a rule may also have, each with a meaning to the ``Optimizer`` alone:
 
+    prepare_runs(params, grads, states)         ``prepare`` of several runs by a rule without blocks: lists of what that
+                                                takes, fewer launches
     for_shape(shape) -> rule                    another rule for parameters of some shapes (Adam8bit: small ones)
     chunk_state() -> {name: dtype}              state with one number for each ``finest`` consecutive elements
     block_state(block) -> {name: first value}   state of a block of that shape; then ``block`` takes ``refresh=`` and
