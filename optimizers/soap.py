@@ -13,7 +13,7 @@ from torch import Tensor
 from optimizers.descent import descend
 from optimizers.fields import check, is_count, is_rate, within
 from optimizers.kronecker import average, correction, followed, kronecker_block, square_average
-from optimizers.matrix_root import largest_eigenvalue
+from optimizers.matrix_root import is_finite, largest_eigenvalue
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,7 +204,7 @@ def eigenvectors(a: Tensor) -> tuple[Tensor, Tensor]:
         (B, d, d) float32 and (B,) bool.
     """
     # eigh of NaN need not raise: it may return numbers (torch 2.13 on the CPU), so the input is what is looked at.
-    finite = torch.isfinite(a).flatten(1).all(1)
+    finite = is_finite(a)
     safe = torch.where(finite[:, None, None], a, 0.0)
     top = torch.where((scale := largest_eigenvalue(safe)) > 0, scale, 1.0)[:, None, None]
     safe = safe / top  # LAPACK fails on denormal numbers more often than on others
@@ -215,7 +215,7 @@ def eigenvectors(a: Tensor) -> tuple[Tensor, Tensor]:
             vectors = torch.linalg.eigh(safe.double())[1].to(a.dtype)
         except RuntimeError:
             return torch.zeros_like(a), torch.zeros_like(finite)
-    return vectors.flip(-1), finite & torch.isfinite(vectors).flatten(1).all(1)
+    return vectors.flip(-1), finite & is_finite(vectors)
 
 
 def _turned(now: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -224,12 +224,12 @@ def _turned(now: Mapping[str, Tensor]) -> dict[str, Tensor]:
     new: dict[str, Tensor] = {}
     for factor, name, dim in (("left", "left_basis", -2), ("right", "right_basis", -1)):
         basis = now[name]
-        product = now[factor] @ basis
-        order = _eigenvalues(basis, product).argsort(dim=-1, descending=True, stable=True)
-        finite = torch.isfinite(product).flatten(1).all(1)
-        sorted_ = _in_order(torch.where(finite[:, None, None], product, basis), order, -1)
-        turned = torch.linalg.qr(sorted_)[0]
-        good = finite & torch.isfinite(turned).flatten(1).all(1)
+        rows = basis.mT @ now[factor]  # factor @ basis, transposed: sorting rows is cheap, and LAPACK takes columns
+        order = (basis.mT * rows).sum(-1).argsort(dim=-1, descending=True, stable=True)
+        finite = is_finite(rows)
+        sorted_ = _in_order(torch.where(finite[:, None, None], rows, basis.mT), order, -2)
+        turned = torch.linalg.householder_product(*torch.geqrf(sorted_.mT))  # torch.linalg.qr without R
+        good = finite & is_finite(turned)
         new[name] = torch.where(good[:, None, None], turned, basis)
         square = torch.where(good[:, None, None], _in_order(square, order, dim), square)
         failures = failures + (~good).to(failures.dtype)
