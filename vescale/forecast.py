@@ -49,6 +49,8 @@ class Forecast:
             trainer.parallelism,
         )
         self.assumptions: list[str] = []
+        if self.seq_len < 1:
+            raise ValueError(f"data.seq_len: expected at least 1, got {self.seq_len}")
         if self.parallelism.ep > 1:
             raise NotImplementedError(f"parallelism.ep={self.parallelism.ep}: a plan deals no experts yet; use ep=1")
         self.parallelism.check(num_ranks)
