@@ -50,6 +50,8 @@ class Forecast:
             trainer.parallelism,
         )
         self.assumptions: list[str] = []
+        if self.seq_len < 1:
+            raise ValueError(f"data.seq_len: expected at least 1, got {self.seq_len}")
         self.parallelism.check(num_ranks)
         if not hasattr(self.model, "activations"):
             raise NotImplementedError(f"{type(self.model).__name__} does not say what its activations hold")

@@ -135,6 +135,8 @@ def test_more_ranks_than_sequences_is_an_assumption_that_is_listed() -> None:
 @pytest.mark.parametrize(
     ("argv", "line"),
     [
+        (["data.seq_len=0"], "data.seq_len: expected at least 1, got 0"),
+        (["world_size=2", "rank=2"], r"rank: expected a number in \[0, 2\), got 2"),
         (["world_size=0"], "world_size: expected null or a number > 0, got 0"),
         (["world_size=8", "parallelism.dp_shard=3"], "parallelism.dp_shard=3 does not divide 8 ranks"),
         (["world_size=3"], "trainer.global_batch=8 does not divide over 3 ranks"),
