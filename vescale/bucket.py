@@ -21,7 +21,7 @@ import torch
 
 from vescale.exchange import Crossing, Exchange
 from vescale.owners import Key, window_shape
-from vescale.rule import rule_for
+from vescale.rule import rule_for, whole_shape
 from vescale.run import Run
 
 # Payload bytes of one all-to-all: large enough that its latency does not show, small enough that a few in flight are no
@@ -100,7 +100,7 @@ class Bucket:
         for run in self.runs:
             if self.has_blocks:  # so that an exception in a block can be taken back
                 self.before += [(value, value.clone()) for value in run.state.values()]
-            of = rule_for(rule, tuple(run.params[0].shape))
+            of = rule_for(rule, whole_shape(run.params[0]))
             payloads = of.prepare(run.param(), run.grad(), run.all_state, skip=skip)
             if skip is not None and self.has_state:  # eigh and qr of NaN raise, and what comes of it is not written
                 payloads = tuple(torch.where(skip > 0, torch.zeros_like(flat), flat) for flat in payloads)
