@@ -33,6 +33,7 @@ from vescale.job import RunConfig, TrainerConfig
 from vescale.journal import Journal
 from vescale.mesh import make_expert_mesh, make_mesh, pick_device, process_group, rank_of_job
 from vescale.optimizer import Optimizer
+from vescale.peaks import known_peak
 from vescale.planner import SegmentPlan
 from vescale.profile import Profile
 from vescale.saver import Saver
@@ -95,6 +96,8 @@ class Trainer:
         self.device = pick_device(self.config.device)
         self.needed = capacity.check(self.model.named_parameters(), self.rules, ranks=world, device=self.device)
         self._check_folder()
+        if self.config.memory_snapshot is not None and self.device.type != "cuda":
+            raise ValueError(f"trainer.memory_snapshot: expected null on a {self.device.type}: CUDA alone records it")
         self.data = self.data_config.open()
         self._check_data()
         extra, path = self._extra_of_newest()
@@ -167,7 +170,7 @@ class Trainer:
                     loss, norm = self._step_or_say_why()
                     self.step += 1
                     self._look(loss, norm)
-                    self.profile.end(self.step, self._say)
+                    self.profile.end(self.step)
                     advance()
                     beat()
                     agreed.wait()
@@ -288,7 +291,7 @@ class Trainer:
         self.batches = Prefetch(self._samples, last=config.steps)
         self.health = Health(skips=config.skip_non_finite, spike=config.spike, device=self.device)
         self.saver = Saver(self.checkpoints, keep=config.keep, keep_every=config.keep_every)
-        options: dict[str, Any] = {"steps": config.profile, "memory_step": config.memory_snapshot}
+        options: dict[str, Any] = {"steps": config.profile, "memory_step": config.memory_snapshot, "say": self._say}
         self.profile = Profile(self.run_dir, rank=dist.get_rank(), device=self.device, **options)
 
     def _deal_experts(self) -> None:
@@ -325,10 +328,12 @@ class Trainer:
             self.health.load(extra.get("health", {}))
         self.step, self._kept = extra["step"], None if path is None else extra["step"]
         self._counted += extra["tokens"]
-        if self.lead:
-            for line in wrong:
-                print(f"passed over: {line}")
-            self._open(path, extra)
+        for line in wrong:
+            self._say(f"passed over: {line}")
+        try:
+            checkpoint.together(lambda: self._open(path, extra) if self.lead else None)
+        except OSError as problem:
+            raise Stopped(f"run_dir: {self.run_dir} cannot be written: {problem}") from None
 
     def _newest_good(self) -> tuple[Path | None, list[str]]:
         """Returns the newest checkpoint whose checksums agree, and what is wrong with newer ones; each rank looks at
@@ -357,7 +362,7 @@ class Trainer:
             tracker,
             steps=self.config.steps,
             flops_per_token=self.model_config.flops_per_token(self.data_config.seq_len),
-            peak_flops=self.config.peak_tflops and self.config.peak_tflops * 1e12,
+            peak_flops=self.config.peak_tflops * 1e12 if self.config.peak_tflops else known_peak(self.device),
             ranks=world,
             step=self.step,
             tokens=extra["tokens"],

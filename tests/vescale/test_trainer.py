@@ -19,7 +19,7 @@ from pool import Pool
 from models import LlamaConfig
 from models.hf import load
 from optimizers import AdamW, Constant, Linear, Muon
-from vescale.data import TextData
+from vescale.data import TextData, num_labels
 from vescale.mesh import ParallelismConfig, pick_device, process_group
 from vescale.tracking import Tracking, read_metrics
 from vescale.train import describe
@@ -41,6 +41,7 @@ def _trainer(
     *,
     lr: float = 0.01,
     path: str = "shakespeare",
+    documents_apart: bool = False,
     parallelism: ParallelismConfig = ParallelismConfig(),  # noqa: B008
     **options: Any,
 ) -> Trainer:
@@ -51,7 +52,7 @@ def _trainer(
         run_dir=run_dir,
         model=MODEL,
         optimizer={"matrices": MUON, "rest": {"pattern": "*", "rule": AdamW(lr=lr)}},
-        data=TextData(path=path, seq_len=16),
+        data=TextData(path=path, seq_len=16, documents_apart=documents_apart),
         parallelism=parallelism,
         trainer=config,
         tracking=Tracking(mode="disabled"),
@@ -95,9 +96,9 @@ def test_losses_do_not_depend_on_copies_nor_on_the_stage(pool: Any, tmp_path: Pa
         assert _column(tmp_path / "four", key) == pytest.approx(_column(tmp_path / "one", key), rel=1e-5)
 
 
-def _first_losses(run_dir: Path, text: str) -> dict[str, tuple[float, float]]:
+def _first_losses(run_dir: Path, text: str, documents_apart: bool) -> dict[str, tuple[float, float]]:
     """Of an untrained model: what the trainer says, and the definition on one process."""
-    trainer = _trainer(run_dir, path=text)
+    trainer = _trainer(run_dir, path=text, documents_apart=documents_apart)
     trainer.check(dist.get_world_size())
     trainer._start()
     torch.manual_seed(0)
@@ -117,14 +118,17 @@ def _first_losses(run_dir: Path, text: str) -> dict[str, tuple[float, float]]:
 
 
 def _loss_per_token(model: Any, batch: Any) -> torch.Tensor:
-    return model(batch.input_ids, batch.labels) / (batch.labels != -100).sum()
+    return model(batch.input_ids, batch.labels) / num_labels(batch.labels)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])  # 5 validation sequences: 5, or 3 and 2, or 2 and 2 and 1
-def test_a_loss_is_the_sum_over_the_labels_that_count(pool: Any, tmp_path: Path, world: int) -> None:
+@pytest.mark.parametrize("documents_apart", [False, True])
+def test_a_loss_is_the_sum_over_the_labels_that_count(
+    pool: Any, tmp_path: Path, world: int, documents_apart: bool
+) -> None:
     text = tmp_path / "short.txt"  # a document's first token is no label: the ranks have different numbers of labels
     text.write_text("".join("abcdefgh"[: 1 + i % 5] * (i % 7) + "\f" for i in range(500)))
-    for found in pool(world).run(_first_losses, tmp_path / "run", str(text)):
+    for found in pool(world).run(_first_losses, tmp_path / "run", str(text), documents_apart):
         for name, (got, expected) in found.items():
             assert got == pytest.approx(expected, rel=2e-6), name
 
@@ -241,7 +245,10 @@ def test_a_dry_run_prints_the_plans_of_the_run(pool: Any, tmp_path: Path) -> Non
     assert f"{MODEL.num_parameters():,} parameters" in dry
 
 
-LINE = r"step (\d)/3  loss \d\.\d{4}  norm \d+\.\d{3}  lr 0\.02/0\.01  [\d,]+ tok/s  \d+\.\d\d GiB"
+LINE = (
+    r"step (\d)/3  loss \d\.\d{4}  norm \d+\.\d{3}  lr 0\.02/0\.01  [\d,]+ tok/s  \S+ TFLOP/s  MFU n/a  "
+    r"\d+\.\d\d GiB  data \d+\.\d%"
+)
 
 
 def test_a_run_says_what_it_does_and_where_it_is(pool: Any, tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ def _edges(path: Path, count: int) -> tuple[np.ndarray | None, list[str]]:
     if not path.is_file():
         return None, []
     edges = np.fromfile(path, "<i8")
-    if len(edges) < 2 or edges[0] != 0 or edges[-1] != count or (np.diff(edges) < 0).any():
+    if not len(edges) or edges[0] != 0 or edges[-1] != count or (np.diff(edges) < 0).any():
         return None, [f"path: {path}: expected rising edges from 0 to {count}, the tokens of its .bin"]
     return edges, []
 
