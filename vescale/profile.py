@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -69,5 +70,6 @@ class Profile:
             write(str(path))
             self.say(f"{what}: {path.parent} (https://{viewer})")
         except (OSError, RuntimeError) as problem:  # torch's own words for a file that cannot be opened
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                path.unlink()
             self.say(f"warning: {what} was not written: {' '.join(str(problem).split())}; training goes on")

@@ -184,12 +184,11 @@ def _do(work: Work, piece: Piece, folder: str) -> int:
     path = Path(folder) / f"{piece.index:06}.bin"
     if not path.is_file():
         tokenizer = tokenizer_of(work.tokenizer, eos=work.eos)
-        writer = TokenWriter(path, vocab_size=tokenizer.vocab_size)
         found = documents(work, piece)
-        while batch := [*itertools.islice(found, AT_ONCE)]:
-            for ids in tokenizer.encode_documents(batch):
-                writer.add(ids)
-        writer.close()
+        with TokenWriter(path, vocab_size=tokenizer.vocab_size) as writer:
+            while batch := [*itertools.islice(found, AT_ONCE)]:
+                for ids in tokenizer.encode_documents(batch):
+                    writer.add(ids)
     return piece.nbytes
 
 
@@ -200,7 +199,7 @@ def prepare(
 
     Args:
         work: What to do.
-        workers: Processes, > 0.
+        workers: Processes, > 0; 1: this one alone.
         advance: Called with the bytes done and their total, as pieces are done.
 
     Raises:
@@ -213,18 +212,28 @@ def prepare(
     folder = out.with_name(out.name + ".pieces")
     todo, done = pieces(work), 0
     _claim(folder, work)
-    total, context = sum(piece.nbytes for piece in todo), multiprocessing.get_context("forkserver")
-    with ProcessPoolExecutor(min(workers, max(len(todo), 1)), mp_context=context, initializer=_mute) as pool:
-        try:
-            for future in as_completed([pool.submit(_do, work, piece, str(folder)) for piece in todo]):
-                done += future.result()
-                advance(done, total)
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)  # the first problem is said without doing the rest
-            raise
+    total = sum(piece.nbytes for piece in todo)
+    for nbytes in _done(work, todo, str(folder), workers=min(workers, len(todo))):
+        done += nbytes
+        advance(done, total)
     facts = _join(work, folder, todo)
     shutil.rmtree(folder)
     return facts
+
+
+def _done(work: Work, todo: Sequence[Piece], folder: str, *, workers: int) -> Iterator[int]:
+    """Does the pieces, in this process where one is enough; yields the bytes of each when it is done."""
+    if workers <= 1:
+        yield from (_do(work, piece, folder) for piece in todo)
+        return
+    context = multiprocessing.get_context("forkserver")
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_mute) as pool:
+        try:
+            for future in as_completed([pool.submit(_do, work, piece, folder) for piece in todo]):
+                yield future.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)  # the first problem is said without doing the rest
+            raise
 
 
 def _mute() -> None:
@@ -252,14 +261,13 @@ def _join(work: Work, folder: Path, todo: Sequence[Piece]) -> dict[str, Any]:
     if not any((folder / f"{piece.index:06}.bin").stat().st_size for piece in todo):
         shutil.rmtree(folder)
         raise ValueError(f"no document in {', '.join(work.inputs)}; nothing was written")
-    writer = TokenWriter(out, layout=work.layout, vocab_size=tokenizer.vocab_size)
     kind = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
-    for piece in todo:
-        file, problems = open_tokens(folder / f"{piece.index:06}.bin", dtype=kind)
-        raise_all(problems)
-        assert file is not None and file.documents is not None
-        writer.add_many(np.asarray(file.tokens), np.diff(file.documents).tolist())
-    writer.close()
+    with TokenWriter(out, layout=work.layout, vocab_size=tokenizer.vocab_size) as writer:
+        for piece in todo:
+            file, problems = open_tokens(folder / f"{piece.index:06}.bin", dtype=kind)
+            raise_all(problems)
+            assert file is not None and file.documents is not None
+            writer.add_many(np.asarray(file.tokens), np.diff(file.documents).tolist())
     file, problems = open_tokens(out, dtype=kind if work.layout == "raw" else None)
     raise_all(problems)
     assert file is not None

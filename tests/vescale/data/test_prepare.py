@@ -151,7 +151,7 @@ def test_any_tokenizer_json_will_do(inputs: tuple[str, ...], tmp_path: Path) -> 
         (["key.jsonl"], "key.jsonl, byte 0: expected a JSON object with the key 'text': KeyError"),
         (["half.jsonl"], "half.jsonl, byte 0: expected text under 'text': 'utf-8' codec can't encode"),
         (["latin.jsonl"], "latin.jsonl, byte 0: expected a JSON object with the key 'text': UnicodeDecodeError"),
-        (["latin.txt", "--tokenizer", "tokenizer.json"], "latin.txt, byte 5: expected UTF-8, got b'\\\\xe9'"),
+        (["latin.txt", "--tokenizer", "tokenizer.json"], "latin.txt, byte 5: expected UTF-8, got b'\\xe9'"),
         (["empty.txt", "empty.jsonl"], "no document in empty.txt, empty.jsonl; nothing was written"),
         (["a.parquet"], "a.parquet: is no parquet file"),
         (["a.txt", "--workers", "0"], "workers: expected a number > 0, got 0"),
@@ -174,6 +174,6 @@ def test_what_cannot_be_prepared_is_one_line(
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "a.parquet").write_text("a")
     _tokenizer(tmp_path / "tokenizer.json")
-    assert main(["prepare", *words, "--out", "t.bin", "--workers", "1"]) == 2
+    assert main(["prepare", "--out", "t.bin", "--workers", "1", *words]) == 2
     line = capsys.readouterr().err
     assert said in line and line.startswith("vescale.data: ") and line.count("\n") == 1
