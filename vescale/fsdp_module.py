@@ -300,6 +300,15 @@ class FSDPModule:
         commit(self._vescale_state)
         return super().named_parameters(prefix, recurse, remove_duplicate)  # type: ignore[misc]
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As ``nn.Module.zero_grad``, of the sharded parameters also while whole ones are in their place."""
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+        for param in (p for unit in self.units() for segment in unit.segments for p in segment.sharded):
+            if set_to_none:
+                param.grad = None
+            elif param.grad is not None:
+                param.grad.zero_()
+
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As ``nn.Module.state_dict``, of sharded parameters under their plain names; no communication."""
         for state in self._planned():
