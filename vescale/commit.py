@@ -21,6 +21,7 @@ from vescale.block import Block, Lattice
 from vescale.planner import SegmentPlan
 from vescale.segments import Capacity, plan_model
 from vescale.shard_state import ShardState, Tree, state_of
+from vescale.state_hooks import watch_states
 from vescale.unit import Member, Unit, member_specs
 
 
@@ -63,6 +64,8 @@ def _commit(root: ShardState) -> None:
             zero=state.zero,
             part_group=meshes.part_group(state),
         )
+        watch_states(state.unit)
+        state.unit.driver = state
         state.committed = True
     tree = Tree(states, survey(root))
     for state in states:
@@ -163,13 +166,13 @@ def _plan(
 def _assign(root: ShardState) -> dict[int, list[Member]]:
     """Finds each parameter's unit: the nearest sharded module above it, or above all its uses when it is tied."""
     found: dict[int, tuple[Member, ShardState]] = {}
-    seen: set[int] = set()
+    seen: set[tuple[int, ShardState]] = set()  # a module may be a child of several: of each unit once
 
     def visit(module: nn.Module, state: ShardState, prefix: str) -> None:
         state = state_of(module) or state
-        if id(module) in seen or (state.committed and state is not root):
+        if (id(module), state) in seen or (state.committed and state is not root):
             return
-        seen.add(id(module))
+        seen.add((id(module), state))
         for name, param in module._parameters.items():
             if param is None or any(param in s.ignored for s in _chain(state)):
                 continue
@@ -179,7 +182,8 @@ def _assign(root: ShardState) -> dict[int, list[Member]]:
             else:
                 member = Member(_plain(prefix + name), param, [])
                 found[id(param)] = (member, state)
-            member.homes.append((module, name))
+            if (module, name) not in member.homes:
+                member.homes.append((module, name))
         for name, child in module._modules.items():
             if child is not None:
                 visit(child, state, f"{prefix}{name}.")
