@@ -58,7 +58,7 @@ LEVELS = (
         "capacity",
         "peaks",
     },
-    {"saver", "record", "deterministic", "health", "journal", "job"},
+    {"saver", "record", "deterministic", "health", "journal", "job", "feed"},
     {"trainer", "machine", "pipeline", "live"},
     {"blueprint", "uneven"},
     {"memory", "traffic", "simulate", "advice"},
