@@ -71,7 +71,7 @@ def step_in_backward(
     for unit, params in params_of.items():
         if params:
             optimizers.append(optimizer(params))
-            unit.after_reduce = _stepper(optimizers[-1])
+            unit.after_reduce = _when_synchronized(functools.partial(_step_all, optimizers[-1]))
     return optimizers
 
 
@@ -87,7 +87,7 @@ def _take_over(optimizer: Optimizer, params_of: dict[Unit, list[nn.Parameter]]) 
     optimizer.in_backward = True
     for unit, params in params_of.items():
         if params:
-            unit.after_reduce = functools.partial(_step_unit, optimizer, params)
+            unit.after_reduce = _when_synchronized(functools.partial(_step_unit, optimizer, params))
 
 
 def _step_unit(optimizer: Optimizer, params: list[nn.Parameter], unit: Unit) -> None:
@@ -97,11 +97,18 @@ def _step_unit(optimizer: Optimizer, params: list[nn.Parameter], unit: Unit) -> 
     unit.forget_grads()
 
 
-def _stepper(optimizer: torch.optim.Optimizer) -> Callable[[Unit], None]:
-    def step(unit: Unit) -> None:
-        unit.realias()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        unit.forget_grads()
+def _step_all(optimizer: torch.optim.Optimizer, unit: Unit) -> None:
+    unit.realias()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    unit.forget_grads()
 
-    return step
+
+def _when_synchronized(step: Callable[[Unit], None]) -> Callable[[Unit], None]:
+    """ZeRO 2 reduces at every micro-batch; only the last one's is a step."""
+
+    def after_reduce(unit: Unit) -> None:
+        if unit.controls.requires_gradient_sync:
+            step(unit)
+
+    return after_reduce
