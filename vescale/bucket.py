@@ -23,7 +23,7 @@ import torch.distributed as dist
 from vescale.counting import Counters
 from vescale.exchange import Crossing, Exchange
 from vescale.owners import Deal, Key, window_shape
-from vescale.rule import rule_for
+from vescale.rule import rule_for, whole_shape
 from vescale.run import Run
 from vescale.sharing import sharing_of
 
@@ -108,7 +108,7 @@ class Bucket:
         for run in self.runs:
             if self.has_blocks and not run.offloaded:  # so that an exception in a block can be taken back
                 self.before += [(value, value.clone()) for value in run.state.values()]
-            of = rule_for(rule, tuple(run.params[0].shape))
+            of = rule_for(rule, whole_shape(run.params[0]))
             payloads = of.prepare(run.param(), run.grad(), run.all_state, skip=skip)
             if skip is not None and self.has_state:  # eigh and qr of NaN raise, and what comes of it is not written
                 payloads = tuple(torch.where(skip > 0, torch.zeros_like(flat), flat) for flat in payloads)

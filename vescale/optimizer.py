@@ -268,6 +268,15 @@ class Optimizer(torch.optim.Optimizer):
         for device in {run.steps.device for run in self.runs if run.offloaded} - {torch.device("cpu")}:
             torch.accelerator.current_stream(device).synchronize()
 
+    def rows_of_one(self) -> dict[str, int]:
+        """Returns, for every name of ``named_state``, the rows that it has for each row of its parameter."""
+        return {
+            f"{name}.{key}": run.rows_of_one(key, index)
+            for run in self.runs
+            for index, (name, p) in enumerate(zip(run.names, run.params, strict=True))
+            for key in self.state[p]
+        }
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Copies state into the tensors that exist, so that they stay views of their flat runs; sets the groups'
         numbers.

@@ -26,7 +26,7 @@ from vescale.block import Lattice
 from vescale.placement import RaggedShard
 from vescale.planner import ALIGN
 from vescale.ragged_tensor import RaggedTensor, from_local
-from vescale.rule import rule_for
+from vescale.rule import rule_for, whole_shape
 from vescale.shards import Boundary
 from vescale.unit import Home, home_of
 
@@ -289,6 +289,19 @@ class Run:
         shape = (sum(held.units), *rows.shape[1:])
         return from_local(rows.view(-1), param.device_mesh, placements, shape=shape)
 
+    def rows_of_one(self, name: str, index: int) -> int:
+        """Rows that state ``name`` has for each matrix of parameter ``index``, a stack that may be empty here.
+
+        0 if no number of whole rows is one matrix's.
+        """
+        shape = (1, *self.params[index].shape[1:])
+        if name in chunk_state(self.rule):
+            chunks, rest = divmod(math.prod(shape), self.rule.finest)
+            return 0 if rest else chunks
+        if self.blocks and name in self.blocks[index].rows:
+            return Lattice(shape, self.rule.block_shape(shape)).num_blocks
+        return 1
+
     def advance(self) -> None:
         """Counts a step that was begun; ``steps``, which counts those completed, is its bucket's to raise."""
         if self.blocks:
@@ -302,7 +315,7 @@ def runs_of(group: dict[str, Any], rule: Any, *, offload_state: bool = False) ->
     pairs = list(zip(group["param_names"], group["params"], strict=True))
     place = {id(p): (i, home_of(p)) for i, (_, p) in enumerate(pairs)}
     order = {id(home.segment): n for n, home in enumerate(h for _, h in place.values() if h)}
-    rules = {id(p): rule_for(rule, tuple(p.shape)) for _, p in pairs}
+    rules = {id(p): rule_for(rule, whole_shape(p)) for _, p in pairs}
 
     def key(pair: tuple[str, nn.Parameter]) -> tuple[int, int]:
         position, home = place[id(pair[1])]
