@@ -41,7 +41,7 @@ LEVELS = (
         "optimizer",
         "grad_norm",
     },
-    {"backward_step"},
+    {"backward_step", "logit_clip"},
     {"rows", "mesh", "checkpoint", "data", "resolve", "tracking", "watchdog", "stop", "profile", "garbage", "capacity"},
     {"saver", "record", "deterministic", "health", "journal", "job"},
     {"trainer", "machine", "pipeline", "live"},
