@@ -197,8 +197,8 @@ def _gather(views: Sequence[torch.Tensor], shape: Sequence[int]) -> torch.Tensor
     return torch.stack([view.reshape(tuple(shape)) for view in views])
 
 
-def _state(run: Run) -> dict[str, torch.Tensor]:
-    return {**run.state, "step": run.steps[0]}
+def _state(run: Run) -> dict[str, Any]:
+    return {**run.state, "step": run.steps[0], **run.place}
 
 
 def _zero_gaps(run: Run, direction: torch.Tensor) -> None:

@@ -51,7 +51,7 @@ class Optimizer(torch.optim.Optimizer):
 
     Raises:
         ValueError: Where routing fails (see ``Rules.route``), an edge cuts what a rule never lets be cut, or parameters
-            are not float32, on the meta device, or not planned yet.
+            are not of the rule's dtype (float32), on the meta device, or not planned yet.
     """
 
     routing: Routing
@@ -64,6 +64,7 @@ class Optimizer(torch.optim.Optimizer):
         _check_parameters(named)
         self.routing, self.rules = rules.route(named), rules
         params = dict(named)
+        _check_dtypes(self.routing, params)
         groups = [
             {
                 "params": [(route.name, params[route.name]) for route in routes],
@@ -133,10 +134,11 @@ class Optimizer(torch.optim.Optimizer):
         for unit in {id(run.home.unit): run.home.unit for run in self.runs if run.home}.values():
             unit.realias()
         for run in self.runs:
-            dtype = run.param().dtype
-            if dtype is not torch.float32:
+            dtype, wanted = run.param().dtype, _dtype_of(run.rule)
+            if dtype is not wanted:
                 raise ValueError(
-                    f"{run.names[0]} has become {dtype}: expected float32, as when this Optimizer was made; "
+                    f"{run.names[0]} has become {dtype}: expected {str(wanted).removeprefix('torch.')}, as when this "
+                    "Optimizer was made; "
                     "cast before making it, and compute in another dtype by MixedPrecisionPolicy(param_dtype=...)"
                 )
 
@@ -281,17 +283,11 @@ def _hyperparameters(rule: Any) -> dict[str, Any]:
 
 
 def _check_parameters(named: Sequence[tuple[str, nn.Parameter]]) -> None:
-    """Refuses parameters that are about to be replaced by sharded ones, have no memory, or are not float32."""
+    """Refuses parameters that are about to be replaced by sharded ones, or have no memory."""
     bare = [name for name, param in named if param.is_meta]
     if bare:
         raise ValueError(
             f"{bare[0]} and {len(bare) - 1} more are on the meta device: make the Optimizer after to_empty()"
-        )
-    other = [f"{name} ({param.dtype})" for name, param in named if param.dtype is not torch.float32]
-    if other:
-        raise ValueError(
-            f"expected float32 parameters, got {', '.join(other[:4])}{' ...' * (len(other) > 4)}: keep the masters in "
-            "float32 and compute in another dtype by MixedPrecisionPolicy(param_dtype=...)"
         )
     pending = [name for name, param in named if PENDING in param.__dict__]
     if pending:
@@ -299,6 +295,28 @@ def _check_parameters(named: Sequence[tuple[str, nn.Parameter]]) -> None:
             f"{pending[0]} and {len(pending) - 1} more are not planned yet: take named_parameters() of the outermost "
             "module that fully_shard was called on, or call fully_shard on the root module too"
         )
+
+
+def _check_dtypes(routing: Routing, params: dict[str, nn.Parameter]) -> None:
+    """Refuses parameters of another dtype than their rule steps."""
+    other = []
+    for route in (route for routes in routing.routes.values() for route in routes):
+        wanted, got = _dtype_of(routing.rules.rule_of(route.name, route.shape)), params[route.name].dtype
+        if got is not wanted:
+            other.append((wanted, f"{route.name} ({got})"))
+    if other:
+        wanted, names = other[0][0], [name for _, name in other]
+        raise ValueError(
+            f"expected {str(wanted).removeprefix('torch.')} parameters, got {', '.join(names[:4])}"
+            f"{' ...' * (len(names) > 4)}: keep the masters in float32 and compute in another dtype by "
+            "MixedPrecisionPolicy(param_dtype=...), or take a rule of that dtype"
+        )
+
+
+def _dtype_of(rule: Any) -> torch.dtype:
+    """The dtype of the parameters that a rule steps."""
+    dtype: torch.dtype = getattr(rule, "param_dtype", torch.float32)
+    return dtype
 
 
 def _check_cuts(routing: Routing, params: dict[str, nn.Parameter]) -> None:

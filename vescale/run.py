@@ -15,6 +15,7 @@ one parameter.
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -154,6 +155,13 @@ class Run:
         if self.home is None:
             return self.params[0].grad.reshape(-1)  # type: ignore[union-attr]
         return self._of(self.home.segment.grad.local)  # type: ignore[union-attr]
+
+    @property
+    def place(self) -> dict[str, int]:
+        """Which parameter this is and where in it the run begins, for a rule that asks: one with ``places``."""
+        if not getattr(self.rule, "places", False):
+            return {}
+        return {"stream": zlib.crc32(self.names[0].encode()), "first": self.start - self.offsets[0]}
 
     def _of(self, shard: torch.Tensor) -> torch.Tensor:
         base = self.rank * self.shard_size
