@@ -243,5 +243,17 @@ def rule_for(rule: Any, shape: tuple[int, ...]) -> Any:
     return rule.for_shape(shape) if hasattr(rule, "for_shape") else rule
 
 
+# What torch's wrappers put into names: checkpoint_wrapper and torch.compile.
+WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+
+
+def unwrapped(name: str) -> str:
+    """Returns a parameter's name as it was before modules were wrapped."""
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
 def _matches(name: str, pattern: str) -> bool:
+    name = unwrapped(name)
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")

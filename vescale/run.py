@@ -27,7 +27,7 @@ from vescale.block import Lattice
 from vescale.placement import RaggedShard
 from vescale.planner import ALIGN
 from vescale.ragged_tensor import RaggedTensor, from_local
-from vescale.rule import rule_for
+from vescale.rule import rule_for, unwrapped
 from vescale.shards import Boundary
 from vescale.unit import Home, home_of
 
@@ -161,7 +161,7 @@ class Run:
         """Which parameter this is and where in it the run begins, for a rule that asks: one with ``places``."""
         if not getattr(self.rule, "places", False):
             return {}
-        return {"stream": zlib.crc32(self.names[0].encode()), "first": self.start - self.offsets[0]}
+        return {"stream": zlib.crc32(unwrapped(self.names[0]).encode()), "first": self.start - self.offsets[0]}
 
     def _of(self, shard: torch.Tensor) -> torch.Tensor:
         base = self.rank * self.shard_size

@@ -75,6 +75,9 @@ class Trainer:
         with torch.device("meta"):
             self.model = self.model_config.build()
         self.routing = self.rules.route(self.model.named_parameters())
+        for name, param in self.model.named_parameters():
+            rule = self.rules.rule_of(name, tuple(param.shape))
+            param.data = param.data.to(getattr(rule, "param_dtype", param.dtype))
         if self.logit_clip is not None:
             clipped_weights(self.logit_clip, self.model)  # refuses what cannot be clipped
         longest = self.model_config.max_position_embeddings
