@@ -44,7 +44,7 @@ LEVELS = (
         "optimizer",
         "grad_norm",
     },
-    {"backward_step"},
+    {"backward_step", "logit_clip"},
     {
         "rows",
         "mesh",

@@ -85,8 +85,8 @@ def _tiny(name: str, run_dir: str) -> list[str]:
     return [f"recipe={name}", f"run_dir={run_dir}", *words, *sparse]
 
 
-def _train_tiny(name: str, run_dir: str) -> float:
-    trainer = prepare(compose(_tiny(name, run_dir)))
+def _train_tiny(name: str, run_dir: str, *changes: str) -> float:
+    trainer = prepare(compose([*_tiny(name, run_dir), *changes]))
     trainer.check(2)
     return trainer.run()
 
@@ -99,6 +99,16 @@ def test_a_tiny_copy_trains_on_two_ranks_with_its_experts_dealt(name: str, tmp_p
     loads = [value for row in rows for key, value in row.items() if key.startswith("expert_load/")]
     sparse = "num_experts_per_tok" in compose([f"recipe={name}"])["model"]
     assert bool(loads) == sparse and all(1 <= load <= 8 for load in loads)
+
+
+# The others are trained by a recipe of their own.
+@pytest.mark.parametrize("optimizer", ["adamw_bf16", "muon8bit", "muonclip", "normuon"])
+def test_any_optimizer_may_be_swapped_into_a_recipe(optimizer: str, tmp_path: Path, pool: Any) -> None:
+    losses = pool(2).run(_train_tiny, "llama_debug_muon", str(tmp_path / "run"), f"optimizer={optimizer}")
+    assert losses[0] == losses[1] and 0 < losses[0] < 6.5
+    own = {path.stem.rpartition("_")[2] for path in (FOLDER / "recipe").glob("llama_debug_*.yaml")}
+    others = {path.stem for path in (FOLDER / "optimizer").glob("*.yaml")} - own - {"adam8bit_biases"}
+    assert others == {"adamw_bf16", "muon8bit", "muonclip", "normuon"}
 
 
 @pytest.mark.parametrize("world", [8, 64, 1024])

@@ -471,3 +471,31 @@ def test_owners_stay_with_a_holder_where_blocks_have_state() -> None:
 def test_rules_are_what_their_fields_say() -> None:
     for rule in (Muon(), Adam8bit(), Shampoo(), SOAP(), AdamW()):
         assert dataclasses.is_dataclass(rule) and dataclasses.replace(rule, lr=0.5).lr == 0.5
+
+
+def _operators(layers: int) -> int:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from vescale import Optimizer, Rules, fully_shard
+
+    class Counting(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            Counting.count += 1
+            return func(*args, **(kwargs or {}))
+
+    rules, model = Rules(all=("*", AdamW())), nn.Sequential(*(nn.Linear(8, 8) for _ in range(layers)))
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)), block_of=rules.block_of)
+    optimizer = Optimizer(model.named_parameters(), rules)
+    for step in range(2):
+        Counting.count = 0
+        with Counting():
+            _step(model, optimizer, step) if step == 0 else optimizer.step()
+    return Counting.count
+
+
+def test_a_step_launches_as_much_for_many_parameters_as_for_few(pool) -> None:
+    """pytorch #134191, #173680: CPU time of 10 to 50 % of a step. One run is one pass, however many parameters."""
+    few, many = (pool(1).run(_operators, layers)[0] for layers in (2, 20))
+    assert many == few < 20
