@@ -49,6 +49,7 @@ LEVELS = (
         "data",
         "resolve",
         "tracking",
+        "feed",
         "watchdog",
         "stop",
         "profile",
