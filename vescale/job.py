@@ -39,9 +39,9 @@ class ModelConfig(Protocol):
     def build(self) -> nn.Module:
         """Returns the model: ``model(input_ids, labels)`` is the sum of token losses, ``units()`` its layers.
 
-        ``finish_step()`` ends an optimizer step and returns metrics; ``export(folder)``, called by all ranks, writes
-        the weights. With experts, ``deal_experts(group)`` leaves this rank its part of them and ``expert_units()`` are
-        those.
+        ``finish_step(skip=flag)`` ends an optimizer step, which was left out where the flag is 1.0, and returns
+        metrics; ``export(folder)``, called by all ranks, writes the weights. With experts, ``deal_experts(group)``
+        leaves this rank its part of them and ``expert_units()`` are those.
         """
 
     def num_parameters(self) -> int:

@@ -193,8 +193,7 @@ class Trainer:
         """
         self._schedule()
         loss, norm, tokens = self._gradient(self.step, max_norm=self.config.max_grad_norm or math.inf)
-        self._take(loss, norm)
-        self.loads = self.model.finish_step()
+        self.loads = self.model.finish_step(skip=self._take(loss, norm))
         self.optimizer.zero_grad()
         self._counted += tokens
         return loss, norm
@@ -230,15 +229,21 @@ class Trainer:
         total = deterministic.in_order(losses, places, count=self.config.global_batch)
         return total.to(self.device), exact.clip_(max_norm)
 
-    def _take(self, loss: Tensor, norm: Tensor) -> None:
-        """Steps the optimizer unless the step is bad: the host knows at once on a CPU, the device alone on a GPU."""
+    def _take(self, loss: Tensor, norm: Tensor) -> Tensor:
+        """Steps the optimizer unless the step is bad: the host knows at once on a CPU, the device alone on a GPU.
+
+        Returns:
+            () float32, 1.0 where the step was left out.
+        """
         if self.device.type != "cpu":
             self.health.settle(self._replay)
-            self.optimizer.step(skip=self.health.judge(self.step + 1, loss, norm))
-            return
-        self.health.judge(self.step + 1, loss, norm)
+            skip = self.health.judge(self.step + 1, loss, norm)
+            self.optimizer.step(skip=skip)
+            return skip
+        skip = self.health.judge(self.step + 1, loss, norm)
         if not self.health.settle(self._replay):
             self.optimizer.step()
+        return skip
 
     def _replay(self, step: int) -> str:
         """Returns which tensor of a step that was not taken is the first that is not finite."""
