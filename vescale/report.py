@@ -128,8 +128,8 @@ def thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return kept
 
 
-def chart(title: str, found: Sequence[Curve], *, across: str) -> str:
-    """Returns an SVG of curves over one axis; nothing when there is none."""
+def chart(title: str, found: Sequence[Curve], *, across: str, smooth: bool = True) -> str:
+    """Returns an SVG of curves over one axis, long ones under their running mean; nothing when there is none."""
     if not found:
         return ""
     xs, ys = ([point[i] for curve in found for point in curve.points] for i in (0, 1))
@@ -150,13 +150,13 @@ def chart(title: str, found: Sequence[Curve], *, across: str) -> str:
         parts.append(f'<text x="{x}" y="{HEIGHT - BELOW + 15}" text-anchor="middle">{_short(tick)}</text>')
     parts.append(f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 4}" text-anchor="end">{html.escape(across)}</text>')
     for curve in found:
-        noisy = len(curve.points) > 4 * SMOOTH
+        noisy = smooth and len(curve.points) > 4 * SMOOTH
         parts.append(_line(curve, curve.points, place, width=1.0 if noisy else 1.5, opacity=0.25 if noisy else 1.0))
         if len(curve.points) == 1:
             x, y = place(*curve.points[0]).split(",")
             parts.append(f'<circle cx="{x}" cy="{y}" r="3" fill="{curve.colour}"/>')
     for curve in found:
-        if len(curve.points) > 4 * SMOOTH:
+        if smooth and len(curve.points) > 4 * SMOOTH:
             parts.append(_line(curve, smoothed(curve.points), place, width=1.5, opacity=1.0))
     size = f'width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}"'
     return f'<figure><svg class="chart" {size} role="img">{"".join(parts)}</svg></figure>'
@@ -270,7 +270,10 @@ def page(runs: Sequence[Run]) -> str:
     rest = [key for key in keys if key not in ("loss", "validation_loss", "step_seconds", *rates)]
     draw = [
         ("Loss", "".join(loss)),
-        ("Learning rates", "".join(chart(key, curves(runs, key, over="step"), across="step") for key in rates)),
+        (
+            "Learning rates",
+            "".join(chart(key, curves(runs, key, over="step"), across="step", smooth=False) for key in rates),
+        ),
         ("Steps", "".join(chart(TITLES.get(k, k), curves(runs, k, over="step"), across="step") for k in rest)),
         (
             "The plan's buffers, to scale",
