@@ -52,6 +52,7 @@ LEVELS = (
         "data",
         "resolve",
         "tracking",
+        "feed",
         "watchdog",
         "stop",
         "profile",

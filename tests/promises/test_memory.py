@@ -142,5 +142,5 @@ def _trained(argv: list[str]) -> list[dict[str, float]]:
 
 def test_a_run_of_a_thousand_steps_leaves_memory_and_open_files_flat(pool, tmp_path: Path) -> None:
     for early, late in pool(2).run(_trained, [*ARGV, f"run_dir={tmp_path}"]):
-        assert late["MiB"] <= early["MiB"] + 4, (early, late)
+        assert late["MiB"] <= early["MiB"] + 16, (early, late)  # a copy of the weights a step would be 40
         assert all(late[what] <= early[what] for what in ("tensors", "threads", "files")), (early, late)
