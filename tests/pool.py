@@ -78,6 +78,7 @@ class Pool:
         self.world, self.context = world, context
         self.workers: list[Any] = []
         self.pipes: list[Connection] = []
+        self.folder: tempfile.TemporaryDirectory[str] | None = None
 
     def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Returns what ``fn`` returned on each rank; raises with the traceback of the first rank that failed."""
@@ -105,7 +106,8 @@ class Pool:
     def restart(self) -> None:
         """Starts new workers."""
         self.stop()
-        store = tempfile.mktemp(prefix="pool_store_")
+        self.folder = tempfile.TemporaryDirectory(prefix="pool_")
+        store = f"{self.folder.name}/store"  # where the ranks find each other
         for rank in range(self.world):
             here, there = self.context.Pipe()
             worker = self.context.Process(target=_serve, args=(rank, self.world, store, there), daemon=True)
@@ -122,3 +124,5 @@ class Pool:
             worker.kill()
             worker.join()
         self.workers, self.pipes = [], []
+        if self.folder is not None:
+            self.folder.cleanup()

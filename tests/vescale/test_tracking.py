@@ -423,21 +423,28 @@ def test_with_a_key_and_a_silent_server_a_run_starts_offline_within_three_second
     tmp_path: Path, silent: str
 ) -> None:
     script = """
-start = time.monotonic()
+def stretch():  # how much longer things take than on a machine that does nothing else
+    start, cpu = time.monotonic(), time.process_time()
+    while time.process_time() - cpu < 0.2:
+        pass
+    return (time.monotonic() - start) / 0.2
+
+before, start = stretch(), time.monotonic()
 tracker = Tracking(project="ours", group="g", tags=("t",)).open(FOLDER, config={"model": {"dim": 64}})
 took = time.monotonic() - start
+slower = max(1.0, before, stretch())
 for step in range(40):
     tracker.log({"loss": 1 / (step + 1), "long": "x" * 2000}, step=step, tokens=step * 100)
 tracker.finish(exit_code=3)
-print(json.dumps([took, time.time(), tracker.id, tracker.where]))
+print(json.dumps([took / slower, slower, time.time(), tracker.id, tracker.where]))
 """
     for attempt in range(3):  # other processes of the suite compete for the machine: the best of three
         folder = tmp_path / str(attempt)
-        took, ended, identity, where = run_script(script, folder, WANDB_API_KEY=KEY, WANDB_BASE_URL=silent)
-        held = time.time() - ended  # nor may it hold the process when it ends
+        took, slower, ended, identity, where = run_script(script, folder, WANDB_API_KEY=KEY, WANDB_BASE_URL=silent)
+        held = (time.time() - ended) / slower  # nor may it hold the process when it ends
         if took < 3.0 and held < 3.0:
             break
-    assert took < 3.0 and held < 3.0
+    assert took < 3.0 and held < 3.0, (took, held, slower)
     assert where.startswith("offline in ")
 
     (path,) = folder.glob(f"wandb/offline-run-*-{identity}/run-{identity}.wandb")
