@@ -303,7 +303,7 @@ def test_a_wrong_key_is_one_line_and_wandb_is_not_asked_to_go_online(
     monkeypatch.setenv("WANDB_BASE_URL", address)
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     fake = wandb()
-    Tracking().open(tmp_path).finish()
+    Tracking(timeout_s=60).open(tmp_path).finish()
     assert mode_of(fake) == ["offline"]
     assert [record.message for record in caplog.records] == [f"W&B is offline: {address} {problem}"]
 
