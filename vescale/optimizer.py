@@ -184,7 +184,8 @@ class Optimizer(torch.optim.Optimizer):
             if run.dtype is not wanted:
                 raise ValueError(
                     f"{run.names[0]} has become {run.dtype}: expected {str(wanted).removeprefix('torch.')}, as when "
-                    "this Optimizer was made; cast before making it, and compute in another dtype by MixedPrecisionPolicy(param_dtype=...)"
+                    "this Optimizer was made; cast before making it, and compute in another dtype by "
+                    "MixedPrecisionPolicy(param_dtype=...)"
                 )
 
     def clip_grad_norm_(self, max_norm: float, *, policy: str = "all", norm_type: float = 2.0) -> torch.Tensor:

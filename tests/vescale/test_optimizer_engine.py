@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from waiting import wait_for
 
 from optimizers import SOAP, Adam8bit, AdamW, Muon, Shampoo
 
@@ -270,16 +271,15 @@ def test_a_gradient_that_is_not_finite_skips_the_step_to_the_bit(pool, rule: str
 
 def _live(rule: str) -> list[int]:
     model, optimizer = _build(rule)
-    sizes = []
+    sizes: list[int] = []
     for step in range(5):
         _step(model, optimizer, step)
         optimizer.zero_grad()
+        if step < 2:
+            time.sleep(0.05)  # gloo's threads let go of a tensor a moment after its collective
+        else:
+            wait_for(lambda: _held() <= sizes[1], 20)
         sizes.append(_held())
-        for _ in range(3):  # gloo's threads let go of a tensor a moment after its collective
-            if step < 2 or sizes[-1] <= sizes[1]:
-                break
-            time.sleep(0.05)
-            sizes[-1] = _held()
     return sizes
 
 
