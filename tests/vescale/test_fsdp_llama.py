@@ -66,9 +66,9 @@ def _losses(tied: bool) -> tuple[list[float], ...]:
     return _train(fsdp2, _stock, tied), _train(fully_shard, _stock, tied), _train(fully_shard, _own, tied)
 
 
-@pytest.mark.parametrize(("world", "tied"), [(2, False), (2, True), (3, True), (4, False)])
-def test_a_transformers_llama_has_fsdp2s_losses(pool, world: int, tied: bool) -> None:
-    theirs, stock, own = map(torch.tensor, pool(world).run(_losses, tied)[0])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_transformers_llama_has_fsdp2s_losses(pool, tied: bool) -> None:
+    theirs, stock, own = map(torch.tensor, pool(2).run(_losses, tied)[0])
     assert theirs[-1] < theirs[0]
     torch.testing.assert_close(stock, theirs, rtol=1e-5, atol=0)
     torch.testing.assert_close(own, theirs, rtol=1e-5, atol=0)
