@@ -394,11 +394,7 @@ def _new_empty(self: RaggedTensor, size: Sequence[int], **options: Any) -> Ragge
     return _wrap(self._local_tensor.new_empty(self._local_tensor.shape, **options), self)
 
 
-_PARTS: dict[Any, Any] = {
-    aten.select.int: _select,
-    aten.slice.Tensor: _slice,
-    aten.new_empty.default: _new_empty,
-}
+_PARTS: dict[Any, Any] = {aten.select.int: _select, aten.slice.Tensor: _slice, aten.new_empty.default: _new_empty}
 
 
 # --- making one, and changing its cut ---

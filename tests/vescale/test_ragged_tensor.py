@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -63,6 +64,28 @@ def _operators() -> None:
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
 def test_operators_give_the_numbers_of_the_whole(pool, world: int) -> None:
     pool(world).run(_operators)
+
+
+def _parts() -> None:
+    """Rows are views: what initialisers and users write there is in the tensor."""
+    _, whole, _, ragged = _setup()
+    for tensor in (whole, ragged):
+        tensor[1].fill_(3.0)
+        tensor[-1, 2:4].zero_()
+        tensor[2:4] *= 2
+        tensor[0].copy_(torch.arange(7.0))
+        tensor.masked_fill_(tensor > 2.5, 1.5)
+        nn.init.trunc_normal_(tensor[4:], std=0.0)
+    assert torch.equal(ragged.full_tensor(), whole)
+    assert torch.equal(ragged[1:4].full_tensor(), whole[1:4]) and ragged[3:3].full_tensor().shape == (0, 7)
+    for wrong in (lambda t: t[:, 1], lambda t: t[::2], lambda t: t[1, 2], lambda t: t.new_empty(3)):
+        with pytest.raises(NotImplementedError, match="RaggedTensor"):
+            wrong(ragged)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_rows_are_views(pool, world: int) -> None:
+    pool(world).run(_parts)
 
 
 def _refusals() -> None:
@@ -144,6 +167,10 @@ def _save(folder: str) -> None:
     import torch.distributed.checkpoint as dcp
 
     dcp.save({"w": _setup()[3]}, checkpoint_id=folder)
+    staged = _setup()[3]
+    saving = dcp.async_save({"w": staged}, checkpoint_id=f"{folder}/later")
+    staged.zero_()  # what is written was copied before
+    saving.result()
 
 
 def _load(folder: str) -> torch.Tensor:
@@ -156,6 +183,9 @@ def _load(folder: str) -> torch.Tensor:
     units[-1] = 5  # every other rank holds nothing
     target = redistribute(torch.zeros_like(ragged), [RaggedShard((0,), units)])
     dcp.load({"w": target}, checkpoint_id=folder)
+    later = torch.zeros_like(target)
+    dcp.load({"w": later}, checkpoint_id=f"{folder}/later")
+    assert torch.equal(later, target)
     return target.full_tensor()
 
 
