@@ -43,6 +43,22 @@ def average(old: Tensor, new: Tensor, beta: float) -> Tensor:
     return old + new if beta == 1 else old.lerp(new, 1 - beta)
 
 
+def followed(old: Tensor, rows: Tensor, beta: float) -> Tensor:
+    """Returns ``beta old + (1 - beta) rows rows^T``, without the factor for a beta of 1, as a new tensor, in one pass.
+
+    Args:
+        old: (B, d, d) float32.
+        rows: (B, d, k) float32.
+        beta: Decay of the average.
+    """
+    return torch.baddbmm(old, rows, rows.mT, beta=beta, alpha=1 if beta == 1 else 1 - beta)
+
+
+def square_average(old: Tensor, new: Tensor, beta: float) -> Tensor:
+    """Returns ``beta old + (1 - beta) new^2`` as a new tensor."""
+    return (old * beta).addcmul_(new, new, value=1 - beta)
+
+
 def correction(beta: float, steps: Tensor) -> Tensor:
     """Returns what an average from zero sums to after that many steps, () float32; 1 where nothing is averaged."""
     return torch.ones_like(steps) if beta == 1 else 1 - beta**steps

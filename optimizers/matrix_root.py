@@ -12,6 +12,8 @@ largest eigenvalue: 1e-12, say, lies below float32's noise, and the root would b
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -42,48 +44,76 @@ def inverse_root(a: Tensor, p: int, *, damping: float, method: str = "newton") -
     Returns:
         (B, d, d) float32, and (B,) bool.
     """
-    finite = torch.isfinite(a).flatten(1).all(1)
+    finite = is_finite(a)
     safe = torch.where(finite[:, None, None], a, 0.0)
     damped = _damped(safe, damping)
     if method == "newton":
-        root, error = coupled_newton(damped, p)
+        root, error = coupled_newton(damped, p, steps=newton_steps(a.shape[-1], p, damping))
         good = error <= SAFE
     else:
         root = eigen_root(damped, p)
-        good = torch.isfinite(root).flatten(1).all(1)
+        good = is_finite(root)
     if not bool(good.all()):
         again = ~good
         root[again] = eigen_root(damped[again].double(), p).to(a.dtype)
-    return root, finite & torch.isfinite(root).flatten(1).all(1)
+    return root, finite & is_finite(root)
 
 
-def coupled_newton(a: Tensor, p: int) -> tuple[Tensor, Tensor]:
+def is_finite(a: Tensor) -> Tensor:
+    """Returns which matrices of a batch (B, m, n) have neither NaN nor infinity, (B,) bool."""
+    return a.abs().flatten(1).amax(1) < torch.inf  # of NaN, false too; a tenth of the time of torch.isfinite
+
+
+def newton_steps(size: int, p: int, damping: float) -> int:
+    """Returns how many steps bring every damped matrix of ``size`` rows to its root.
+
+    An eigenvalue of M that is far below 1 grows by ``((1 + p) / p)^p`` a step; the least one begins at
+    ``(1 + p) / 2 * damping / sqrt(size)``. Once near 1, errors square: five more.
+    """
+    least = (1 + p) / 2 * damping / math.sqrt(size)
+    return min(STEPS, math.ceil(-math.log(least) / (p * math.log1p(1 / p))) + 5)
+
+
+def coupled_newton(a: Tensor, p: int, *, steps: int | None = None) -> tuple[Tensor, Tensor]:
     """Returns ``a^(-1/p)``, (B, d, d), and how far each M is from the identity, (B,); NaN where it broke down.
 
     Args:
         a: (B, d, d) float32, symmetric, positive definite.
         p: Order of the root.
+        steps: At most, as ``newton_steps``; None: ``STEPS``. On a CPU it stops when all have arrived; to look would
+            read a device.
     """
-    identity = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device).expand_as(a)
+    steps = STEPS if steps is None else steps
+    on_cpu = a.device.type == "cpu"
     z = (1 + p) / (2 * torch.linalg.matrix_norm(a))[:, None, None]
-    m, x = z * a, z ** (1 / p) * identity
-    error = (m - identity).abs().flatten(1).amax(1)
-    for _ in range(STEPS):
+    m, x = z * a, torch.diag_embed((z ** (1 / p))[:, :, 0].expand(a.shape[:-1]))
+    error = _from_identity(m)
+    for _ in range(steps):
         # A matrix that has arrived, or grows no better, stays: what its neighbours in the batch need must not show.
         going = error > TOLERANCE
-        if a.device.type == "cpu" and not bool(going.any()):
+        if on_cpu and not bool(going.any()):
             break
-        t = ((1 + p) * identity - m) / p
-        next_x, next_m = x @ t, torch.linalg.matrix_power(t, p) @ m
-        next_error = (next_m - identity).abs().flatten(1).amax(1)
-        going &= (
-            next_error <= 1.2 * error
-        )  # facebookresearch/optimizers, matrix_functions.py: else it diverges, or is NaN
-        if a.device.type == "cpu" and not bool(going.any()):
+        t = (m / -p).add_(((1 + p) / p) * torch.eye(a.shape[-1], dtype=a.dtype, device=a.device))
+        next_m = torch.linalg.matrix_power(t, p) @ m
+        next_error = _from_identity(next_m)
+        # facebookresearch/optimizers, matrix_functions.py: else it diverges, or is NaN
+        going &= next_error <= 1.2 * error
+        if on_cpu and not bool(going.any()):
             break
+        next_x = x @ t
+        if on_cpu and bool(going.all()):
+            x, m, error = next_x, next_m, next_error
+            continue
         keep = going[:, None, None]
         x, m, error = torch.where(keep, next_x, x), torch.where(keep, next_m, m), torch.where(going, next_error, error)
     return x, error
+
+
+def _from_identity(m: Tensor) -> Tensor:
+    """The largest distance of an element from the identity's, (B,)."""
+    away = m.clone()
+    away.diagonal(dim1=-2, dim2=-1).sub_(1)
+    return away.abs_().flatten(1).amax(1)
 
 
 def eigen_root(a: Tensor, p: int) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from optimizers.descent import descend
 from optimizers.fields import check, is_count, is_rate, within
-from optimizers.kronecker import average, correction, kronecker_block, size_of
+from optimizers.kronecker import average, correction, followed, kronecker_block, size_of, square_average
 from optimizers.matrix_root import ROOTS, inverse_root
 
 
@@ -129,22 +129,30 @@ class Shampoo:
         grad = payloads[0].reshape(-1, *payloads[0].shape[-2:]).float()
         steps, (beta1, beta2) = state["step"] + 1, self.betas
         new = {
-            "left": average(state["left"], grad @ grad.mT, self.factor_beta),
-            "right": average(state["right"], grad.mT @ grad, self.factor_beta),
+            "left": followed(state["left"], grad, self.factor_beta),
+            "right": followed(state["right"], grad.mT, self.factor_beta),
             "exp_avg": average(state["exp_avg"], grad, beta1),
         }
+        if self.graft == "adam":
+            new["exp_avg_sq"] = square_average(state["exp_avg_sq"], grad, beta2)
         if refresh is not None:
             scale = correction(self.factor_beta, steps)
             new |= self._roots(new["left"] / scale, new["right"] / scale, state)
         left, right = (new.get(name, state[name]) for name in ("left_root", "right_root"))
-        mean = new["exp_avg"] / correction(beta1, steps)
-        direction = left @ mean @ right
+        direction = left @ new["exp_avg"] @ right
         if self.graft == "adam":
-            new["exp_avg_sq"] = average(state["exp_avg_sq"], grad.square(), beta2)
-            adam = mean / ((new["exp_avg_sq"] / correction(beta2, steps)).sqrt() + self.eps)
             size = size_of(direction)
-            direction = direction * torch.where(size > 0, size_of(adam) / size, 0.0)
+            direction *= torch.where(size > 0, self._size_of_adam(new, steps) / size, 0.0)
+        else:
+            direction /= correction(beta1, steps)
         return direction.to(self.wire_dtype).view(payloads[0].shape), new
+
+    def _size_of_adam(self, moments: Mapping[str, Tensor], steps: Tensor) -> Tensor:
+        """The Frobenius norm of Adam's step of each block, (B, 1, 1)."""
+        beta1, beta2 = self.betas
+        step = moments["exp_avg_sq"].sqrt().mul_(correction(beta2, steps).rsqrt()).add_(self.eps)
+        torch.div(moments["exp_avg"], step, out=step)
+        return size_of(step) / correction(beta1, steps)
 
     def _roots(self, left: Tensor, right: Tensor, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """New roots, the last ones where they fail, and how many have failed."""

@@ -21,7 +21,7 @@ import torch
 
 from vescale.exchange import Crossing, Exchange
 from vescale.owners import Key, window_shape
-from vescale.rule import rule_for
+from vescale.rule import rule_for, whole_shape
 from vescale.run import Run
 
 # Payload bytes of one all-to-all: large enough that its latency does not show, small enough that a few in flight are no
@@ -90,12 +90,18 @@ class Bucket:
 
     def prepare(self, rule: Any, skip: torch.Tensor | None) -> None:
         """Runs the rule's element-wise part and sends the payloads of cut blocks on their way."""
+        if not self.has_blocks and hasattr(rule, "prepare_runs"):
+            runs = self.runs
+            rule.prepare_runs(
+                [r.param() for r in runs], [r.grad() for r in runs], [r.all_state for r in runs], skip=skip
+            )
+            return
         self.payloads = []
         for run in self.runs:
             if self.has_blocks:  # so that an exception in a block can be taken back
                 self.before += [(value, value.clone()) for value in run.state.values()]
-            of = rule_for(rule, tuple(run.params[0].shape))
-            payloads = of.prepare(run.param(), run.grad(), _state(run), skip=skip)
+            of = rule_for(rule, whole_shape(run.params[0]))
+            payloads = of.prepare(run.param(), run.grad(), run.all_state, skip=skip)
             if skip is not None and self.has_state:  # eigh and qr of NaN raise, and what comes of it is not written
                 payloads = tuple(torch.where(skip > 0, torch.zeros_like(flat), flat) for flat in payloads)
             self.payloads.append(payloads)
@@ -127,9 +133,10 @@ class Bucket:
             row.copy_(value if skip is None else torch.where(skip > 0, row, value))
         for run, direction in zip(self.runs, self.directions, strict=False):
             _zero_gaps(run, direction)
-            rule.apply(run.param(), direction, _state(run), skip=skip)
+            rule.apply(run.param(), direction, run.all_state, skip=skip)
+        torch._foreach_add_([run.steps for run in self.runs], 1 if skip is None else 1 - skip)
         for run in self.runs:
-            run.advance(skip)
+            run.advance()
         self.directions, self.writes, self.before = [], [], []
 
     def undo(self) -> None:
@@ -195,10 +202,6 @@ def _gather(views: Sequence[torch.Tensor], shape: Sequence[int]) -> torch.Tensor
     if len(views) == 1:
         return views[0].contiguous().view(1, *shape)
     return torch.stack([view.reshape(tuple(shape)) for view in views])
-
-
-def _state(run: Run) -> dict[str, torch.Tensor]:
-    return {**run.state, "step": run.steps[0]}
 
 
 def _zero_gaps(run: Run, direction: torch.Tensor) -> None:

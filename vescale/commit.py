@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -122,7 +122,7 @@ def survey(root: ShardState) -> Anatomy:
 
 
 def preview(
-    module: nn.Module, num_ranks: int, *, capacity: Capacity = None
+    module: nn.Module, num_ranks: int, *, capacity: Capacity = None, fewer: Mapping[nn.Module, int] | None = None
 ) -> list[tuple[str, tuple[SegmentPlan, ...]]]:
     """Returns the name and the plans of every unit as ``num_ranks`` ranks would have them, and changes nothing.
 
@@ -130,6 +130,7 @@ def preview(
         module: The outermost module that ``fully_shard`` was called on; its parameters may be on the meta device.
         num_ranks: Ranks to plan for; no process group is needed.
         capacity: What each rank can hold, in any unit; None: all the same.
+        fewer: Number of ranks that share a module's unit, where it is not ``num_ranks``.
 
     Raises:
         ValueError: If the module is not sharded, or planned already.
@@ -142,7 +143,8 @@ def preview(
     for name, inner in module.named_modules():
         if (state := state_of(inner)) is not None:
             names.setdefault(state, _plain(name))
-    units = [(state, members[id(state)], num_ranks if state.zero else 1) for state in names]
+    sharing = {state_of(inner): count for inner, count in (fewer or {}).items()}
+    units = [(s, members[id(s)], sharing.get(s, num_ranks) if s.zero else 1) for s in names]
     return list(zip(names.values(), _plan(units, capacity), strict=True))
 
 

@@ -79,6 +79,7 @@ class Optimizer(torch.optim.Optimizer):
         self.owners, self.loads = assign(self.runs)
         for run in self.runs:
             self._create_state(run)
+        self._units = list({id(run.home.unit): run.home.unit for run in self.runs if run.home}.values())
         self._programs: dict[tuple[tuple[int, int, int], ...], list[Bucket]] = {}
 
     # --- the step ---
@@ -99,11 +100,12 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._check_alive()
+        with torch._C.DisableTorchFunctionSubclass():  # a parameter's attributes are read three times as fast
+            self._check_alive()
+            buckets = self._program()
         for run in self.runs:
             run.clock += 1
         rules = {group["name"]: self._rule_now(group) for group in self.param_groups}
-        buckets = self._program()
         try:
             self._run(buckets, rules, skip)
         except Exception:
@@ -130,13 +132,12 @@ class Optimizer(torch.optim.Optimizer):
 
     def _check_alive(self) -> None:
         """Puts parameters that were assigned to back into their shards, and refuses what is not float32 any more."""
-        for unit in {id(run.home.unit): run.home.unit for run in self.runs if run.home}.values():
+        for unit in self._units:
             unit.realias()
         for run in self.runs:
-            dtype = run.param().dtype
-            if dtype is not torch.float32:
+            if run.dtype is not torch.float32:
                 raise ValueError(
-                    f"{run.names[0]} has become {dtype}: expected float32, as when this Optimizer was made; "
+                    f"{run.names[0]} has become {run.dtype}: expected float32, as when this Optimizer was made; "
                     "cast before making it, and compute in another dtype by MixedPrecisionPolicy(param_dtype=...)"
                 )
 
@@ -208,6 +209,15 @@ class Optimizer(torch.optim.Optimizer):
             for run in self.runs
             for name, p in zip(run.names, run.params, strict=True)
             for key, value in self.state[p].items()
+        }
+
+    def rows_of_one(self) -> dict[str, int]:
+        """Returns, for every name of ``named_state``, the rows that it has for each row of its parameter."""
+        return {
+            f"{name}.{key}": run.rows_of_one(key, index)
+            for run in self.runs
+            for index, (name, p) in enumerate(zip(run.names, run.params, strict=True))
+            for key in self.state[p]
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

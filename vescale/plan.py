@@ -78,6 +78,8 @@ def figures(config: Mapping[str, Any]) -> dict[str, Any]:
     from vescale.forecast import Forecast
 
     asked, trainer, world = _asked(config)
+    if not 0 <= asked.rank < world:
+        raise ValueError(f"rank: expected a number in [0, {world}), got {asked.rank}")
     forecast = Forecast(trainer, world, machine=asked.machine, memory=asked.memory, available=asked.available)
     found = forecast.sections()
     if asked.simulate:

@@ -410,7 +410,11 @@ def _place_unequal(pieces: Sequence[_Piece], size: int, ranks: Ranks, whole: int
 
 def check(tensors: Sequence[TensorSpec], *, max_padding: float = 0.0, **counts: int) -> None:
     """Raises one ValueError with everything that is wrong with the arguments of a plan."""
-    wrong = [f"{name}: expected at least 1, got {count}" for name, count in counts.items() if count < 1]
+    wrong = [
+        f"{name}: expected a whole number of at least 1, got {count!r}"
+        for name, count in counts.items()
+        if not isinstance(count, int) or count < 1
+    ]
     if not 0 <= max_padding < math.inf:
         wrong.append(f"max_padding: expected a finite fraction of at least 0, got {max_padding}")
     names: set[str] = set()
@@ -418,6 +422,10 @@ def check(tensors: Sequence[TensorSpec], *, max_padding: float = 0.0, **counts: 
         if tensor.name in names:
             wrong.append(f"{tensor.name}: two tensors of this name")
         names.add(tensor.name)
+        sizes = (tensor.numel, tensor.granularity, tensor.finest, tensor.itemsize, *(tensor.shape or ()))
+        if not all(isinstance(size, int) for size in sizes):
+            wrong.append(f"{tensor.name}: expected whole numbers, got {tensor}")
+            continue
         if tensor.shape is not None and math.prod(tensor.shape) != tensor.numel:
             wrong.append(
                 f"{tensor.name}: expected numel {math.prod(tensor.shape)} of shape {tensor.shape}, got {tensor.numel}"

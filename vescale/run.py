@@ -26,7 +26,7 @@ from vescale.block import Lattice
 from vescale.placement import RaggedShard
 from vescale.planner import ALIGN
 from vescale.ragged_tensor import RaggedTensor, from_local
-from vescale.rule import rule_for
+from vescale.rule import rule_for, whole_shape
 from vescale.shards import Boundary
 from vescale.unit import Home, home_of
 
@@ -78,6 +78,7 @@ class Run:
     begun: torch.Tensor  # (len(params),) int64 on the CPU, steps begun, skipped ones counted
     blocks: list[BlockState]  # of each parameter; on a whole run of a rule with block state
     steps: torch.Tensor  # (len(params),) float32, completed steps
+    all_state: dict[str, torch.Tensor]  # what the rule is given: ``state``, and "step", () float32
     ages: list[int]  # equal for parameters that took part in the same steps; others are stepped apart
     clock: int  # steps begun, on the parent
 
@@ -95,6 +96,8 @@ class Run:
         self.home = home_of(params[0])
         self.offsets = [home.segment.plan.offsets[home.at] for home in map(home_of, params) if home] or [0]
         self.start, self.stop = self._slice()
+        base = self.rank * self.shard_size if self.home else 0
+        self._within = slice(self.start - base, self.stop - base)  # of the shard
         self.parent = parent or self
         self._parts: dict[tuple[int, int], Run] = {}
         self._lattices: dict[int, Lattice] = {}  # asked for once for each granule: there may be thousands
@@ -116,6 +119,7 @@ class Run:
             self.steps, self.begun = parent.steps[mine], parent.begun[mine]
             self.numbers = {name: values[mine] for name, values in parent.numbers.items()}
             self.blocks = parent.blocks[mine]
+        self.all_state = {**self.state, "step": self.steps[0]}
 
     @property
     def num_ranks(self) -> int:
@@ -145,19 +149,20 @@ class Run:
         start = min(max(self.offsets[0], low), high)
         return start, max(start, min(-(-end // ALIGN) * ALIGN, high))
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the parameters."""
+        return self.home.segment.master.local.dtype if self.home else self.params[0].dtype
+
     def param(self) -> torch.Tensor:
         """The parameters, (stop - start,)."""
-        return self._of(self.home.segment.master.local) if self.home else self.params[0].detach().view(-1)
+        return self.home.segment.master.local[self._within] if self.home else self.params[0].detach().view(-1)
 
     def grad(self) -> torch.Tensor:
         """The gradients, (stop - start,)."""
         if self.home is None:
             return self.params[0].grad.reshape(-1)  # type: ignore[union-attr]
-        return self._of(self.home.segment.grad.local)  # type: ignore[union-attr]
-
-    def _of(self, shard: torch.Tensor) -> torch.Tensor:
-        base = self.rank * self.shard_size
-        return shard[self.start - base : self.stop - base]
+        return self.home.segment.grad.local[self._within]  # type: ignore[union-attr]
 
     def view(self, name: str, index: int) -> torch.Tensor:
         """The part of a flat state that is parameter ``index``, cut as the parameter is."""
@@ -245,12 +250,25 @@ class Run:
         shape = (sum(held.units), *rows.shape[1:])
         return from_local(rows.view(-1), param.device_mesh, placements, shape=shape)
 
-    def advance(self, skip: torch.Tensor | None) -> None:
-        """Counts a completed step."""
-        self.begun += 1
-        self.steps.add_(1 if skip is None else 1 - skip)
-        for index in range(self.first, self.first + len(self.params)):
-            self.parent.ages[index] = hash((self.parent.ages[index], self.parent.clock))
+    def rows_of_one(self, name: str, index: int) -> int:
+        """Rows that state ``name`` has for each matrix of parameter ``index``, a stack that may be empty here.
+
+        0 if no number of whole rows is one matrix's.
+        """
+        shape = (1, *self.params[index].shape[1:])
+        if name in chunk_state(self.rule):
+            chunks, rest = divmod(math.prod(shape), self.rule.finest)
+            return 0 if rest else chunks
+        if self.blocks and name in self.blocks[index].rows:
+            return Lattice(shape, self.rule.block_shape(shape)).num_blocks
+        return 1
+
+    def advance(self) -> None:
+        """Counts a step that was begun; ``steps``, which counts those completed, is its bucket's to raise."""
+        if self.blocks:
+            self.begun += 1
+        ages, mine = self.parent.ages, slice(self.first, self.first + len(self.params))
+        ages[mine] = [hash((ages[self.first], self.parent.clock))] * len(self.params)  # they are equal: see ``active``
 
 
 def runs_of(group: dict[str, Any], rule: Any) -> list[Run]:
@@ -258,7 +276,7 @@ def runs_of(group: dict[str, Any], rule: Any) -> list[Run]:
     pairs = list(zip(group["param_names"], group["params"], strict=True))
     place = {id(p): (i, home_of(p)) for i, (_, p) in enumerate(pairs)}
     order = {id(home.segment): n for n, home in enumerate(h for _, h in place.values() if h)}
-    rules = {id(p): rule_for(rule, tuple(p.shape)) for _, p in pairs}
+    rules = {id(p): rule_for(rule, whole_shape(p)) for _, p in pairs}
 
     def key(pair: tuple[str, nn.Parameter]) -> tuple[int, int]:
         position, home = place[id(pair[1])]

@@ -329,10 +329,10 @@ class ShardState:
     def _post_backward(self) -> None:
         """One forward's backward is done; after the last one, the gradients are complete and leave."""
         self.in_backward, self.pending = False, max(self.pending - 1, 0)
+        if self.reshards_after_backward() and (self.pending == 0 or len(self.modules) == 1):
+            self.unit.reshard()  # first, so that the gradients that land have its memory
         if self.pending == 0:
             self._reduce()
-        if self.reshards_after_backward() and (self.pending == 0 or len(self.modules) == 1):
-            self.unit.reshard()
 
     def _reduce(self) -> None:
         if self.controls.requires_gradient_sync or self.zero == 2:
@@ -346,11 +346,11 @@ class ShardState:
         """
         tree = self.tree
         for state in reversed(tree.states):
-            if state.owes or state.unit.has_unreduced:
-                state._reduce()
             state.in_backward, state.pending = False, 0
             if state.unit.unsharded and state.reshards_after_backward():
                 state.unit.reshard()
+            if state.owes or state.unit.has_unreduced:
+                state._reduce()
         if tree.is_last_backward:
             tree.finish_reduce()
         tree.callback_queued = False

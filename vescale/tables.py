@@ -32,8 +32,9 @@ def _model(section: Mapping[str, Any]) -> Iterable[Any]:
         f"{section['flops_per_token']:.4g} FLOPs per token at {section['seq_len']:,} tokens "
         f"({section['convention']})"
     )
+    ranks = section["ranks"]
     yield (
-        f"{section['ranks']:,} ranks, {section['units']} units, padding {section['padding']:.2%}, "
+        f"{ranks:,} rank{'s' * (ranks != 1)}, {section['units']} units, padding {section['padding']:.2%}, "
         f"{section['bytes_cut']:,} bytes of blocks are cut"
     )
     rows = [(name, group["rule"], group["parameters"], f"{group['elements']:,}") for name, group in _items(section)]

@@ -52,7 +52,7 @@ def link() -> None:
 def unlink() -> None:
     """Takes the namespaces down, and the wire with them."""
     for space in SPACES:
-        subprocess.run(("ip", "netns", "del", space), check=False)
+        subprocess.run(("ip", "netns", "del", space), check=False, stderr=subprocess.DEVNULL)  # there may be none
 
 
 def _run(*command: str) -> None:
@@ -61,9 +61,10 @@ def _run(*command: str) -> None:
 
 def work(rank: int, pairs: int, file: Path) -> None:
     """One rank; rank 0 leaves samples and timelines in ``file``."""
-    os.environ.update(MASTER_ADDR=HOSTS[0], MASTER_PORT="29577", GLOO_SOCKET_IFNAME=LINKS[rank])
+    os.environ.update(GLOO_SOCKET_IFNAME=LINKS[rank])
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+    # By file, since a store at an address asks a name server, which no namespace has, and waits a minute for it.
+    dist.init_process_group("gloo", init_method=f"file://{file}.store", rank=rank, world_size=2)
     alone, tokens = Alone(SHAPE, POLICY), batch(SHAPE)
     systems = {
         "fsdp2": peer(SHAPE, POLICY, calls=False, async_op=False, experts_dim=0),
@@ -152,6 +153,8 @@ def main() -> None:
         sys.exit("overlap.py makes network namespaces and needs root: sudo python tests/bench/overlap.py")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # so that the link is taken down then too
     unlink()
+    Path(f"{options.file}.store").unlink(missing_ok=True)
+    ranks: list[subprocess.Popen[bytes]] = []
     try:
         link()
         command = (sys.executable, __file__, "--pairs", str(options.pairs), "--file", str(options.file))
@@ -162,6 +165,8 @@ def main() -> None:
         if any([rank.wait() for rank in ranks]):
             sys.exit("a rank failed")
     finally:
+        for rank in ranks:
+            rank.kill()
         unlink()
     found = json.loads(options.file.read_text())
     table = rows(found["samples"])

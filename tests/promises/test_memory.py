@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gc
 import math
+import os
+import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from vescale import train
 from vescale.live import LiveBytes
 
 WIDTH = 64
@@ -96,3 +100,49 @@ def test_a_thousand_steps_leave_memory_flat(pool) -> None:
     for (tensors, resident), (later, grown) in pool(2).run(_steps):
         assert later <= tensors  # other tests of this worker may have left some to be collected
         assert grown <= resident + 1
+
+
+ARGV = [
+    *("model.hidden_size=16", "model.intermediate_size=16", "model.num_hidden_layers=1", "data.seq_len=8"),
+    *("trainer.global_batch=2", "trainer.log_every=10", "trainer.eval_every=100", "trainer.eval_sequences=2"),
+    *(
+        "trainer.save_every=100",
+        "trainer.steps=1001",
+        "optimizer=adamw",
+        "trainer.device=cpu",
+        "tracking.mode=disabled",
+    ),
+]
+
+
+def _trained(argv: list[str]) -> list[dict[str, float]]:
+    """What the process holds after 201 and after 1001 steps of a run that logs, evaluates and saves."""
+    from vescale.trainer import Trainer
+
+    seen: list[dict[str, float]] = []
+    step = Trainer.train_step
+
+    def counted(trainer: Trainer) -> Any:
+        found = step(trainer)
+        if trainer.step in (200, 1000):
+            trainer.saver.join(timeout_s=60)
+            held = {
+                "tensors": min(_tensors() for _ in range(3)),
+                "MiB": _resident(),
+                "threads": threading.active_count(),
+            }
+            seen.append({**held, "files": len(os.listdir("/proc/self/fd"))})
+        return found
+
+    Trainer.train_step = counted  # type: ignore[method-assign]
+    try:
+        assert train.main(argv) == 0
+    finally:
+        Trainer.train_step = step  # type: ignore[method-assign]
+    return seen
+
+
+def test_a_run_of_a_thousand_steps_leaves_memory_and_open_files_flat(pool, tmp_path: Path) -> None:
+    for early, late in pool(2).run(_trained, [*ARGV, f"run_dir={tmp_path}"]):
+        assert late["MiB"] <= early["MiB"] + 4, (early, late)
+        assert all(late[what] <= early[what] for what in ("tensors", "threads", "files")), (early, late)

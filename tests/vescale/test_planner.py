@@ -493,13 +493,18 @@ def test_everything_wrong_with_the_arguments_is_said_at_once() -> None:
     with pytest.raises(ValueError) as error:
         plan_unit(tensors, num_ranks=0, max_padding=-0.1)
     for expected in (
-        "num_ranks: expected at least 1, got 0",
+        "num_ranks: expected a whole number of at least 1, got 0",
         "max_padding",
         "a: expected",
         "b: expected",
         "two tensors",
     ):
         assert expected in str(error.value)
+
+
+def test_what_is_no_whole_number_is_said_by_name() -> None:
+    with pytest.raises(ValueError, match="num_ranks: expected a whole number .* got '8'; a: expected whole"):
+        plan_unit([TensorSpec("a", 2.5)], num_ranks="8")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("max_padding", [float("nan"), float("inf"), -1e-9])

@@ -252,7 +252,11 @@ def test_every_wrong_value_is_named_at_once() -> None:
         (["hydra.run.dir=zzz"], "hydra.run.dir=zzz: Hydra only composes here and makes no folder"),
         (["name=a/../../b"], "name: expected the name of a folder in runs/, got 'a/../../b'; run_dir=... takes a path"),
         (["name=.."], "name: expected the name of a folder in runs/"),
-        (["trainer.profile=[3,1]"], "profile: expected null or .first, last. with 1 <= first <= last, got .3, 1."),
+        (
+            ["trainer.profile=[3,1]"],
+            "profile: expected .* with 1 <= first <= last <= 250, the steps, got .3, 1.",
+        ),
+        (["trainer.memory_snapshot=3", "trainer.device=cpu"], "memory_snapshot: expected null on a cpu: CUDA alone"),
         (["trainer.skip_non_finite=-1"], "skip_non_finite: expected a number of steps >= 0, got -1"),
         (["dry_run=maybe"], "dry_run: expected bool, got 'maybe'"),
         (["world_size=4"], "world_size: only dry_run=true takes it"),

@@ -76,3 +76,15 @@ def test_every_rank_of_a_hanging_run_says_who_is_missing(tmp_path: Path, monkeyp
         f"vescale.train: no step for 2 s: rank 1 has not called {state['name']} {state['begun']}, which rank 0 wait in;"
     )
     assert line.startswith(wanted) and line.count("\n") == 1
+
+
+def test_a_rank_that_cannot_meet_the_others_ends_all_the_same(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "hang").touch()  # no folder: as on a full disk, nothing can be left there
+    ended: list[int] = []
+    with Watchdog(tmp_path, rank=1, world=2, timeout_s=0.2, first_s=0.1, end=ended.append):
+        end = time.monotonic() + 30
+        while not ended and time.monotonic() < end:
+            time.sleep(0.01)
+    line = capsys.readouterr().err
+    assert ended == [70] and line.startswith("vescale.train: no step for 0.2 s: rank 1 wait")
+    assert "of the other ranks nothing is known: " in line and line.count("\n") == 1
