@@ -18,7 +18,7 @@ LEVELS = (
     {"partitions"},
     {"segments"},
     {"collectives", "placement", "checksum", "counting", "scratch"},
-    {"streams", "reductions", "comms"},
+    {"streams", "reductions", "comms", "elementwise"},
     {"ragged_tensor"},
     {"kernels"},
     {"dbuffer"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import threading
 import time
@@ -30,13 +31,13 @@ class Layer(nn.Module):
         return x + self.down(torch.relu(self.up(x)))
 
 
-def _model(depth: int) -> nn.Module:
+def _model(depth: int, sizes: tuple[int, ...] = (2,)) -> nn.Module:
     from vescale import fully_shard
 
-    model = nn.Sequential(*(Layer() for _ in range(depth)), nn.Linear(WIDTH, 1))
+    model, mesh = nn.Sequential(*(Layer() for _ in range(depth)), nn.Linear(WIDTH, 1)), init_device_mesh("cpu", sizes)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for unit in (*list(model)[:-1], model):
-        fully_shard(unit, mesh=init_device_mesh("cpu", (2,)), mp_policy=policy)
+        fully_shard(unit, mesh=mesh, mp_policy=policy)
     return model
 
 
@@ -44,14 +45,14 @@ def _sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=1e-3)
 
 
-def _above(depth: int, in_backward: bool) -> int:
+def _above(depth: int, in_backward: bool, sizes: tuple[int, ...]) -> int:
     """Peak of live bytes above masters and, where the step comes after backward, gradients.
 
     The least of four steps: gloo's threads may let go of a tensor late, and then one more is alive than need be.
     """
     from vescale import step_in_backward
 
-    model = _model(depth)
+    model = _model(depth, sizes)
     state = sum(segment.master.nbytes for unit in model.units() for segment in unit.segments)
     if in_backward:
         step_in_backward(model, _sgd)
@@ -65,9 +66,10 @@ def _above(depth: int, in_backward: bool) -> int:
 
 
 def test_transient_memory_does_not_depend_on_depth(pool) -> None:
+    """With copies too, whose gradients are all-reduced in fp32 (T-M2, pytorch#179128)."""
     layer = 2 * 4 * WIDTH * WIDTH * 4  # bytes of one layer's gradient buffer
-    for in_backward in (False, True):
-        shallow, deep = (max(pool(2).run(_above, depth, in_backward)) for depth in (4, 32))
+    for in_backward, sizes in ((False, (2,)), (True, (2,)), (False, (2, 2))):
+        shallow, deep = (max(pool(math.prod(sizes)).run(_above, depth, in_backward, sizes)) for depth in (4, 32))
         activations = 28 * 1024  # of a batch of one, what 28 more layers keep for backward
         assert shallow <= deep <= shallow + activations < shallow + layer
         assert (
