@@ -57,7 +57,8 @@ class Optimizer(torch.optim.Optimizer):
 
     Raises:
         ValueError: Where routing fails (see ``Rules.route``), an edge cuts what a rule never lets be cut, parameters
-            are not float32, on the meta device, or not planned yet, or there are no copies to share between.
+            are not of the rule's dtype (float32), on the meta device, or not planned yet, or there are no copies to
+            share between.
         NotImplementedError: To share blocks of a rule that keeps state where they are computed.
     """
 
@@ -79,6 +80,7 @@ class Optimizer(torch.optim.Optimizer):
         _check_parameters(named)
         self.routing, self.rules = rules.route(named), rules
         params = dict(named)
+        _check_dtypes(self.routing, params)
         groups = [
             {
                 "params": [(route.name, params[route.name]) for route in routes],
@@ -178,10 +180,12 @@ class Optimizer(torch.optim.Optimizer):
         for unit in units:
             unit.realias()
         for run in runs:
-            if run.dtype is not torch.float32:
+            wanted = _dtype_of(run.rule)
+            if run.dtype is not wanted:
                 raise ValueError(
-                    f"{run.names[0]} has become {run.dtype}: expected float32, as when this Optimizer was made; "
-                    "cast before making it, and compute in another dtype by MixedPrecisionPolicy(param_dtype=...)"
+                    f"{run.names[0]} has become {run.dtype}: expected {str(wanted).removeprefix('torch.')}, as when "
+                    "this Optimizer was made; cast before making it, and compute in another dtype by "
+                    "MixedPrecisionPolicy(param_dtype=...)"
                 )
 
     def clip_grad_norm_(self, max_norm: float, *, policy: str = "all", norm_type: float = 2.0) -> torch.Tensor:
@@ -356,17 +360,11 @@ def _hyperparameters(rule: Any) -> dict[str, Any]:
 
 
 def _check_parameters(named: Sequence[tuple[str, nn.Parameter]]) -> None:
-    """Refuses parameters that are about to be replaced by sharded ones, have no memory, or are not float32."""
+    """Refuses parameters that are about to be replaced by sharded ones, or have no memory."""
     bare = [name for name, param in named if param.is_meta]
     if bare:
         raise ValueError(
             f"{bare[0]} and {len(bare) - 1} more are on the meta device: make the Optimizer after to_empty()"
-        )
-    other = [f"{name} ({param.dtype})" for name, param in named if param.dtype is not torch.float32]
-    if other:
-        raise ValueError(
-            f"expected float32 parameters, got {', '.join(other[:4])}{' ...' * (len(other) > 4)}: keep the masters in "
-            "float32 and compute in another dtype by MixedPrecisionPolicy(param_dtype=...)"
         )
     pending = [name for name, param in named if PENDING in param.__dict__]
     if pending:
@@ -390,6 +388,28 @@ def _check_sharing(runs: Sequence[Run]) -> None:
                 f"share_replicas: {type(run.rule).__name__} of group {run.group} keeps state where a block is "
                 "computed, and every copy of the parameters has its own; leave share_replicas off for such a rule"
             )
+
+
+def _check_dtypes(routing: Routing, params: dict[str, nn.Parameter]) -> None:
+    """Refuses parameters of another dtype than their rule steps."""
+    other = []
+    for route in (route for routes in routing.routes.values() for route in routes):
+        wanted, got = _dtype_of(routing.rules.rule_of(route.name, route.shape)), params[route.name].dtype
+        if got is not wanted:
+            other.append((wanted, f"{route.name} ({got})"))
+    if other:
+        wanted, names = other[0][0], [name for _, name in other]
+        raise ValueError(
+            f"expected {str(wanted).removeprefix('torch.')} parameters, got {', '.join(names[:4])}"
+            f"{' ...' * (len(names) > 4)}: keep the masters in float32 and compute in another dtype by "
+            "MixedPrecisionPolicy(param_dtype=...), or take a rule of that dtype"
+        )
+
+
+def _dtype_of(rule: Any) -> torch.dtype:
+    """The dtype of the parameters that a rule steps."""
+    dtype: torch.dtype = getattr(rule, "param_dtype", torch.float32)
+    return dtype
 
 
 def _check_cuts(routing: Routing, params: dict[str, nn.Parameter]) -> None:

@@ -15,6 +15,7 @@ one parameter.
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ from vescale.block import Lattice
 from vescale.placement import RaggedShard
 from vescale.planner import ALIGN
 from vescale.ragged_tensor import RaggedTensor, from_local
-from vescale.rule import rule_for, whole_shape
+from vescale.rule import rule_for, unwrapped, whole_shape
 from vescale.shards import Boundary
 from vescale.unit import Home, home_of
 
@@ -80,7 +81,7 @@ class Run:
     begun: torch.Tensor  # (len(params),) int64 on the CPU, steps begun, skipped ones counted
     blocks: list[BlockState]  # of each parameter; on a whole run of a rule with block state
     steps: torch.Tensor  # (len(params),) float32, completed steps
-    all_state: dict[str, torch.Tensor]  # what the rule is given: ``state`` on the device, and "step", () float32
+    all_state: dict[str, Any]  # what the rule is given: ``state`` on the device, "step", () float32, and ``place``
     ages: list[int]  # equal for parameters that took part in the same steps; others are stepped apart
     clock: int  # steps begun, on the parent
 
@@ -129,7 +130,7 @@ class Run:
             self.steps, self.begun = parent.steps[mine], parent.begun[mine]
             self.numbers = {name: values[mine] for name, values in parent.numbers.items()}
             self.blocks = parent.blocks[mine]
-        self.all_state = {} if self.offloaded else {**self.state, "step": self.steps[0]}
+        self.all_state = {} if self.offloaded else {**self.state, "step": self.steps[0], **self.place}
 
     def _held(self, value: torch.Tensor) -> torch.Tensor:
         """``value`` as state is held: pinned, if it is offloaded from an accelerator, so that copies do not wait."""
@@ -140,7 +141,7 @@ class Run:
         if self.offloaded:
             device = self.steps.device
             copies = {name: value.to(device, copy=True, non_blocking=True) for name, value in self.state.items()}
-            self.all_state = {**copies, "step": self.steps[0]}
+            self.all_state = {**copies, "step": self.steps[0], **self.place}
 
     def put_back(self, *, failed: bool = False) -> None:
         """Writes fetched state back where it is held, unless the step failed."""
@@ -202,6 +203,13 @@ class Run:
         if self.home is None:
             return self.params[0].grad.reshape(-1)  # type: ignore[union-attr]
         return self.home.segment.grad.local[self._within]  # type: ignore[union-attr]
+
+    @property
+    def place(self) -> dict[str, int]:
+        """Which parameter this is and where in it the run begins, for a rule that asks: one with ``places``."""
+        if not getattr(self.rule, "places", False):
+            return {}
+        return {"stream": zlib.crc32(unwrapped(self.names[0]).encode()), "first": self.start - self.offsets[0]}
 
     def view(self, name: str, index: int) -> torch.Tensor:
         """The part of a flat state that is parameter ``index``, cut as the parameter is."""

@@ -47,8 +47,9 @@ def _equal(world: int) -> None:
         assert torch.equal(a.to_local(), b.to_local())
 
 
-def test_it_equals_a_step_after_backward(pool) -> None:
-    pool(3).run(_equal, 3)
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_it_equals_a_step_after_backward(pool, world: int) -> None:
+    pool(world).run(_equal, world)
 
 
 def _rules() -> Any:

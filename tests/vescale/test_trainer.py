@@ -7,7 +7,6 @@ import math
 import os
 import re
 import shutil
-import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pool import Pool
+from waiting import free_port
 
 from models import LlamaConfig
 from models.hf import load
@@ -317,13 +317,10 @@ def _one_rank_fails(port: int) -> str:
 
 
 def test_a_rank_that_fails_ends_the_others(pool: Any) -> None:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
     ranks = Pool(2)  # one of its own, since the group that it had is gone
     try:
         began = time.monotonic()
-        messages = ranks.run(_one_rank_fails, port)
+        messages = ranks.run(_one_rank_fails, free_port())
         assert messages[1] == "the data are gone" and "onnection" in messages[0]  # gloo: closed, or reset by peer
         assert time.monotonic() - began < 30  # seconds; left alone, rank 0 would wait for half an hour
     finally:
