@@ -369,8 +369,12 @@ class CausalLM(nn.Module):
             moe.run = parallel
 
     @torch.no_grad()
-    def finish_step(self) -> dict[str, torch.Tensor]:
+    def finish_step(self, *, skip: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
         """Corrects the routers by what they chose since the last call, over all ranks; call it once per optimizer step.
+
+        Args:
+            skip: () float32 on the model's device, equal on every rank: 1.0 if the step was left out, which leaves the
+                corrections bit for bit as they are. What was chosen is forgotten all the same.
 
         Returns:
             Per layer with experts, the tokens of the busiest expert over the mean, () float32, equal on every rank.
@@ -383,7 +387,7 @@ class CausalLM(nn.Module):
         if dist.is_initialized():
             dist.all_reduce(counted)
         for router, load in zip(routers.values(), counted, strict=True):
-            router.correct(load)
+            router.correct(load, skip=skip)
             router.counted = None
         busiest = counted.amax(dim=1) / counted.float().mean(dim=1)
         return {f"expert_load/{name}": value for name, value in zip(routers, busiest, strict=True)}

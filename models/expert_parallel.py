@@ -36,7 +36,7 @@ class Held:
 
     def __init__(self, bounds: Sequence[int], group: dist.ProcessGroup) -> None:
         self.bounds, self.group = tuple(bounds), group
-        rank = dist.get_rank(group)
+        rank = group.rank()
         self.first, self.stop, self.total = self.bounds[rank], self.bounds[rank + 1], self.bounds[-1]
 
 
@@ -54,7 +54,7 @@ class ExpertParallel:
     """
 
     def __init__(self, group: dist.ProcessGroup, num_experts: int) -> None:
-        size = dist.get_world_size(group)
+        size = group.size()
         self.held = Held([rank * num_experts // size for rank in range(size + 1)], group)
 
     def keep(self, experts: Experts) -> None:

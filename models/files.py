@@ -37,13 +37,22 @@ def read_headers(folder: Path) -> tuple[dict[str, Stored], list[str]]:
             with safe_open(path, framework="pt") as file:
                 slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  a handle, not a mapping
         except (OSError, SafetensorError) as error:
-            problems.append(f"{path.name}: cannot be read, {error}")
+            pointer = isinstance(error, SafetensorError) and _is_pointer(path)
+            reason = "a pointer of Git LFS: `git lfs pull` fetches the file itself" if pointer else error
+            problems.append(f"{path.name}: cannot be read, {reason}")
             problems += [f"{path.name}: would hold {name}" for name in names]
             continue
         problems += [f"{path.name}: lacks {name}, which {INDEX} says it holds" for name in names if name not in slices]
         problems += [f"{path.name}: {name} is in {stored[name].path.name} too" for name in slices if name in stored]
         stored |= {name: Stored(path, tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
     return stored, problems
+
+
+def _is_pointer(path: Path) -> bool:
+    """Whether a file is what a clone without Git LFS leaves in place of one (git-lfs/git-lfs, docs/spec.md)."""
+    mark = b"version https://git-lfs.github.com/spec/"
+    with path.open("rb") as file:
+        return file.read(len(mark)) == mark
 
 
 def _files(folder: Path) -> tuple[dict[Path, list[str]], list[str]]:

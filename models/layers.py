@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from models.linear import Linear, project
+from models.linear import Linear, accumulates, has_slot, project, write_scaled
 
 IGNORE = -100  # the label of a token that has no loss; torch.nn.functional.cross_entropy's default ignore_index
 
@@ -107,7 +107,7 @@ def linear_cross_entropy(
         chunk_size: Tokens whose logits exist at a time.
     """
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
-        loss: torch.Tensor = _LinearCrossEntropy.apply(hidden, weight, labels, chunk_size)
+        loss: torch.Tensor = _LinearCrossEntropy.apply(hidden, weight, labels, chunk_size, has_slot(weight))
         return loss
     total = torch.zeros((), dtype=torch.float32, device=hidden.device)
     for h, y in zip(hidden.split(chunk_size), labels.split(chunk_size), strict=True):
@@ -120,7 +120,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk_size: int
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk_size: int, slotted: bool
     ) -> torch.Tensor:
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
@@ -139,6 +139,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if wants_weight:
                 grad_weight = grad_logits.t() @ h if grad_weight is None else grad_weight.addmm_(grad_logits.t(), h)
         ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.weight = weight if slotted else None
         return total
 
     @staticmethod
@@ -148,8 +149,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # place: the weight's gradient is the largest tensor of the step. They were saved through ctx, so a second
         # backward raises instead of scaling twice.
         scale = grad_output.reshape(1, 1)
-        grads = [None if grad is None else grad.mul_(scale) for grad in ctx.saved_tensors]
-        return *grads, None, None
+        hidden, weight = ctx.saved_tensors
+        if ctx.weight is not None and weight is not None and accumulates(ctx.next_functions[1][0]):
+            write_scaled(ctx.weight, weight, scale)
+            weight = None
+        grads = [None if grad is None else grad.mul_(scale) for grad in (hidden, weight)]
+        return *grads, None, None, None
 
 
 def _chunk(

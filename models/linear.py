@@ -46,12 +46,17 @@ def project(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
         weight: (out, in) same dtype.
         bias: (out,) same dtype, or None; its gradient goes the ordinary way.
     """
-    if torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
-        return F.linear(x, weight, bias)
-    if not (weight.requires_grad and torch.is_grad_enabled() and hasattr(weight, "grad_slot")):
+    if torch.is_autocast_enabled(x.device.type) or not has_slot(weight):
         return F.linear(x, weight, bias)
     out: torch.Tensor = _Project.apply(x, weight, bias)
     return out
+
+
+def has_slot(weight: torch.Tensor) -> bool:
+    """Whether a backward that is recorded now may write the weight's gradient into a slot of its own."""
+    if torch.compiler.is_compiling() or not (weight.requires_grad and torch.is_grad_enabled()):
+        return False
+    return hasattr(weight, "grad_slot")
 
 
 class _Project(torch.autograd.Function):
@@ -69,13 +74,13 @@ class _Project(torch.autograd.Function):
         rows, inputs = grads[0].reshape(-1, weight.shape[0]), x.reshape(-1, weight.shape[1])
         grad_x = (rows @ weight).view(x.shape) if ctx.needs_input_grad[0] else None
         grad_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
-        if not _accumulates(ctx.next_functions[1][0]):
+        if not accumulates(ctx.next_functions[1][0]):
             return grad_x, rows.t() @ inputs, grad_bias
         write(ctx.weight, rows, inputs)
         return grad_x, None, grad_bias
 
 
-def _accumulates(node: Any) -> bool:
+def accumulates(node: Any) -> bool:
     """Whether this backward adds to the weight's ``.grad``.
 
     ``autograd.grad`` only asks for it, ``backward(inputs=...)`` may leave it out, and a graph of the backward itself
@@ -118,3 +123,19 @@ def _widening(slot: torch.Tensor, grad: torch.Tensor, x: torch.Tensor, fresh: bo
         torch.mm(grad.t(), x, out_dtype=slot.dtype, out=slot)
     else:
         slot.add_(torch.mm(grad.t(), x, out_dtype=slot.dtype))
+
+
+def write_scaled(weight: Any, grad: torch.Tensor, scale: torch.Tensor) -> None:
+    """Writes ``grad * scale`` into the weight's slot, or adds it; one pass, rounded once.
+
+    Args:
+        weight: As for ``write``.
+        grad: Of the weight's shape, floating point.
+        scale: (1, 1) float32.
+    """
+    slot = weight.grad_slot()
+    fresh, weight.grad_slot_written = not weight.grad_slot_written, True
+    if fresh:
+        torch.mul(grad, scale, out=slot)
+    else:
+        slot.add_(grad.mul_(scale))

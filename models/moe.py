@@ -146,14 +146,16 @@ class Router(nn.Module):
         return choice, counts, aux if len(x) else aux.new_zeros(())
 
     @torch.no_grad()
-    def correct(self, counted: torch.Tensor) -> None:
+    def correct(self, counted: torch.Tensor, *, skip: torch.Tensor | None = None) -> None:
         """Makes experts with fewer tokens than the mean easier to choose (arXiv 2408.15664, algorithm 1).
 
         Args:
             counted: (experts,) of the whole optimizer step, over all ranks.
+            skip: () float32 on the device: 1.0 changes nothing.
         """
         if self.correction_rate and self.e_score_correction_bias is not None:
             step = torch.sign(counted.float().mean() - counted.float())
+            step = step if skip is None else step.masked_fill(skip > 0, 0.0)
             self.e_score_correction_bias.add_(step, alpha=self.correction_rate)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from optimizers.fields import check, is_rate, within
-from optimizers.kernels.adamw import adamw_
+from optimizers.kernels.adamw import adamw_, adamw_each_
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,3 +86,25 @@ class AdamW:
             skip=skip,
         )
         return ()
+
+    def prepare_runs(
+        self,
+        params: list[Tensor],
+        grads: list[Tensor],
+        states: list[dict[str, Tensor]],
+        *,
+        skip: Tensor | None,
+    ) -> None:
+        """``prepare`` of several runs, in as few launches as may be."""
+        adamw_each_(
+            params,
+            grads,
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [state["step"] for state in states],
+            lr=self.lr,
+            betas=self.betas,
+            eps=self.eps,
+            weight_decay=self.weight_decay,
+            skip=skip,
+        )

@@ -83,9 +83,7 @@ class BF16AdamW(AdamW):
 
     param_dtype: ClassVar[torch.dtype] = torch.bfloat16
     places: ClassVar[bool] = True
-    finest: ClassVar[int] = (
-        32  # a run is of one parameter, whose elements count from its first; edges are aligned to it
-    )
+    finest: ClassVar[int] = 32  # above 1: a run is of one parameter, and its elements count from the first
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -107,6 +105,13 @@ class BF16AdamW(AdamW):
         super().prepare(wide, grad.float(), state, skip=skip)
         _round_(self.seed, param, wide, state)
         return ()
+
+    def prepare_runs(
+        self, params: list[Tensor], grads: list[Tensor], states: list[dict[str, Tensor]], *, skip: Tensor | None
+    ) -> None:
+        """``prepare`` of each run: AdamW's one launch for all does not round."""
+        for param, grad, state in zip(params, grads, states, strict=True):
+            self.prepare(param, grad, state, skip=skip)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,13 +1,39 @@
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from composing import compose_once
 from interpreter import Interpreter
 from pool import Pool
 
 torch.set_num_threads(1)
+compose_once()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--lane", choices=("ranks", "single"), help="only tests that use the pools of ranks, or the others"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keeps the tests of the lane: launch/test.sh runs the two side by side, and one of them alone has pools."""
+    lane = config.getoption("lane")
+    if lane is not None:
+        kept = [item for item in items if ("pool" in getattr(item, "fixturenames", ())) == (lane == "ranks")]
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = kept
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what was imported is no garbage, and some tests collect often
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

@@ -10,14 +10,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from pool import Pool
+from pool import FRESH, Pool
 
 
 class Interpreter:
     """``run`` calls a module-level function of a test file in that process."""
 
     def __init__(self) -> None:
-        self.pool = Pool(1)
+        self.pool = Pool(1, FRESH)
 
     def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Returns what ``fn`` returned; raises with its traceback."""

@@ -5,6 +5,7 @@ Starting eight ranks costs seconds, a call milliseconds.
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import multiprocessing
 import os
@@ -15,13 +16,22 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import BaseContext
 from typing import Any
 
-TIMEOUT_S = 60  # of one collective; a hang is a failure, not a wait
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
-    ["torch", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.checkpoint"]
+TIMEOUT_S = 180  # of one collective; a hang is a failure, not a wait
+# Workers are forks of a process that has imported what most tests use: a rank is there in milliseconds, and shares the
+# memory of what it imported.
+FORKED = multiprocessing.get_context("forkserver")
+FORKED.set_forkserver_preload(
+    [
+        *("torch", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.checkpoint"),
+        *("torch._dynamo", "vescale", "vescale.train", "vescale.trainer", "optimizers", "models", "models.hf"),
+        *("hydra._internal.core_plugins.importlib_resources_config_source", "hydra.main", "torch.profiler", "recipes"),
+        *("hypothesis", "hypothesis.strategies", "pytest"),
+    ]
 )
+FRESH = multiprocessing.get_context("spawn")  # for what must be set before anything is imported
 
 
 def _function(path: str, name: str) -> Callable[..., Any]:
@@ -39,7 +49,10 @@ def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
     os.environ.update(OMP_NUM_THREADS="1", RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     import torch
     import torch.distributed as dist
+    from composing import compose_once
 
+    compose_once()
+    gc.freeze()  # what was imported is no garbage: looking through it again costs a run its first tenths of a second
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=TIMEOUT_S)
@@ -61,10 +74,11 @@ def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
 class Pool:
     """``world`` ranks on gloo; ``run`` calls a module-level function of a test file on all of them."""
 
-    def __init__(self, world: int) -> None:
-        self.world = world
+    def __init__(self, world: int, context: BaseContext = FORKED) -> None:
+        self.world, self.context = world, context
         self.workers: list[Any] = []
         self.pipes: list[Connection] = []
+        self.folder: tempfile.TemporaryDirectory[str] | None = None
 
     def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Returns what ``fn`` returned on each rank; raises with the traceback of the first rank that failed."""
@@ -92,10 +106,11 @@ class Pool:
     def restart(self) -> None:
         """Starts new workers."""
         self.stop()
-        store = tempfile.mktemp(prefix="pool_store_")
+        self.folder = tempfile.TemporaryDirectory(prefix="pool_")
+        store = f"{self.folder.name}/store"  # where the ranks find each other
         for rank in range(self.world):
-            here, there = _context.Pipe()
-            worker = _context.Process(target=_serve, args=(rank, self.world, store, there), daemon=True)
+            here, there = self.context.Pipe()
+            worker = self.context.Process(target=_serve, args=(rank, self.world, store, there), daemon=True)
             worker.start()
             there.close()
             self.workers.append(worker)
@@ -109,3 +124,5 @@ class Pool:
             worker.kill()
             worker.join()
         self.workers, self.pipes = [], []
+        if self.folder is not None:
+            self.folder.cleanup()

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,24 +17,28 @@ from vescale.ragged_tensor import RaggedTensor
 
 
 def intact(segment: Segment) -> bool:
-    """Whether modules hold the segment's own parameters, these lie in the master shard, and nobody was frozen since."""
-    wholes = segment.unsharded or segment.sharded
-    segment.trainable = any(param.requires_grad for param in segment.sharded)
-    for index, (param, whole, member) in enumerate(zip(segment.sharded, wholes, segment.members, strict=True)):
-        if param.requires_grad != whole.requires_grad or not _lies_in(param, segment.master, index):
-            return False
+    """Whether modules hold the segment's own parameters, these lie in the master shard, and nobody was frozen since.
+
+    Asked before every step, for every parameter: no call per parameter but those that look at it.
+    """
+    sharded, wholes = segment.sharded, segment.unsharded or segment.sharded
+    trains = [param.requires_grad for param in sharded]
+    segment.trainable = True in trains
+    if trains != [whole.requires_grad for whole in wholes]:
+        return False
+    for param, whole, member in zip(sharded, wholes, segment.members, strict=True):
         for module, attribute in member.homes:
             held = module._parameters.get(attribute)
             if held is not param and held is not whole:
                 return False
-    return True
+    return _lie_in([param._local_tensor for param in sharded], segment.master)  # type: ignore[attr-defined]
 
 
-def _lies_in(tensor: Any, buffer: DBuffer, index: int) -> bool:
-    """Whether a sharded tensor's run is the run of ``index`` in a sharded buffer; empty runs lie anywhere."""
-    run, (start, stop) = tensor._local_tensor, buffer.layout.spans[index]
-    at = buffer.local.data_ptr() + start * buffer.local.element_size()
-    return run.dtype == buffer.local.dtype and (start == stop or run.data_ptr() == at)
+def _lie_in(runs: Sequence[torch.Tensor], buffer: DBuffer) -> bool:
+    """Whether the runs of all parameters are their runs in a sharded buffer; empty ones lie nowhere, at 0."""
+    base, size, dtype = buffer.local.data_ptr(), buffer.local.element_size(), buffer.local.dtype
+    expected = [base + start * size if start < stop else 0 for start, stop in buffer.layout.spans]
+    return [run.data_ptr() for run in runs] == expected and all([run.dtype is dtype for run in runs])
 
 
 def realias_param(segment: Segment, index: int, member: Member) -> None:
@@ -66,22 +71,26 @@ def strangers(segment: Segment, index: int, member: Member) -> list[nn.Parameter
 
 def realias_grads(segment: Segment) -> None:
     """Puts gradients that were assigned into the gradient shard; frees it when there are none."""
-    if segment.grad is not None and all(param.grad is None for param in segment.sharded):
+    grads = [param.grad for param in segment.sharded]
+    if all([grad is None for grad in grads]):
         segment.grad = None
-    for index, param in enumerate(segment.sharded):
-        if param.grad is not None:
-            _realias_grad(segment, index, param)
+        return
+    ragged = segment.grad is not None and all([type(grad) is RaggedTensor for grad in grads])
+    if not (ragged and _lie_in([grad._local_tensor for grad in grads], segment.grad)):  # type: ignore[union-attr, arg-type]
+        _realias_each_grad(segment, grads)
 
 
-def _realias_grad(segment: Segment, index: int, param: nn.Parameter) -> None:
-    grad = param.grad
+def _realias_each_grad(segment: Segment, grads: Sequence[torch.Tensor | None]) -> None:
     if segment.grad is None:
         segment.grad = segment.master.sibling(segment.master.placement, torch.zeros_like(segment.master.local))
-    if isinstance(grad, RaggedTensor) and _lies_in(grad, segment.grad, index):
-        return
-    expected = segment.grad.run(index)
-    copy_in(expected, grad, param, f"{segment.members[index].name}.grad is")  # type: ignore[arg-type]
-    param.grad = segment.grad.tensor(index)
+    for index, (param, grad) in enumerate(zip(segment.sharded, grads, strict=True)):
+        if grad is None:
+            continue
+        expected = segment.grad.run(index)
+        run = grad._local_tensor if isinstance(grad, RaggedTensor) else None
+        if run is None or run.dtype is not expected.dtype or run.data_ptr() != expected.data_ptr():
+            copy_in(expected, grad, param, f"{segment.members[index].name}.grad is")
+            param.grad = segment.grad.tensor(index)
 
 
 def copy_in(expected: torch.Tensor, stranger: torch.Tensor, param: Any, what: str) -> None:

@@ -68,5 +68,6 @@ class Anatomy:
     def _walk(self) -> Iterator[tuple[str, Place]]:
         for root in self.roots:
             for name, module in root.named_modules():
-                for attribute in module._parameters:
-                    yield f"{name}.{attribute}" if name else attribute, (id(module), attribute)
+                for attribute, param in module._parameters.items():
+                    if param is not None:
+                        yield f"{name}.{attribute}" if name else attribute, (id(module), attribute)

@@ -21,8 +21,8 @@ from torch import nn
 from vescale.block import Lattice
 from vescale.bucket import exchange_of, together
 from vescale.commit import preview
-from vescale.exchange import Crossing, Exchange
-from vescale.owners import Key, Load, assign, granule_costs, owned_blocks
+from vescale.exchange import Exchange
+from vescale.owners import Deal, Load, assign, granule_costs, owned_blocks
 from vescale.planner import ALIGN, SegmentPlan, plan_segment
 from vescale.rule import Routing
 from vescale.run import Run, chunk_state, runs_of
@@ -32,11 +32,12 @@ from vescale.unit import HOME, Home, Segment
 
 @dataclass(frozen=True)
 class PlannedUnit:
-    """One unit: its name, "" for the root, and its buffers."""
+    """One unit: its name, "" for the root, and its buffers; of a layer also those of its experts that are dealt."""
 
     name: str
     plans: tuple[SegmentPlan, ...]
     trainable: tuple[bool, ...]  # of each buffer
+    parts: tuple[int, ...]  # of each buffer: ranks that hold other experts in its place, counting this; 1 for the rest
 
     @cached_property
     def shard(self) -> int:
@@ -47,6 +48,11 @@ class PlannedUnit:
     def whole(self) -> int:
         """Elements of the gathered buffers, padding included."""
         return sum(plan.numel for plan in self.plans)
+
+    @cached_property
+    def everywhere(self) -> int:
+        """Elements of the gathered buffers and of those that other ranks have in their place, padding included."""
+        return sum(plan.numel * parts for plan, parts in zip(self.plans, self.parts, strict=True))
 
     @cached_property
     def trained_shard(self) -> int:
@@ -90,39 +96,54 @@ class Blueprint:
         trainer: Of the run; its model stays on the meta device and is used up.
         num_ranks: Ranks that share the model, whatever the stage of the run: at stage 0 each is alone with a copy.
 
+    Where experts are dealt (``parallelism.ep``), rank ``e ep + p`` holds the p-th part of every stack with the others
+    of that p, of which there are ``num_ranks / ep``: all parts have one plan.
+
     Raises:
         ValueError: Where ``fully_shard`` or the rules would raise.
-        NotImplementedError: Where the Optimizer would.
+        NotImplementedError: Where the Optimizer would, and for experts that cannot be dealt evenly.
     """
 
     units: list[PlannedUnit]  # the root first, then the layers in the order of forward
     routing: Routing
     num_ranks: int
+    ep: int  # ranks that deal the experts; 1: every rank has a shard of all
+    stacks: tuple[nn.Module, ...]  # of dealt experts
 
     def __init__(self, trainer: Trainer, num_ranks: int) -> None:
         self.num_ranks, self.routing, self.rules = num_ranks, trainer.routing, trainer.rules
-        self._model = trainer.model
+        self._model, self.ep = trainer.model, trainer.parallelism.ep
+        self.stacks = _dealt_stacks(trainer) if self.ep > 1 else ()
         self._params: dict[str, nn.Parameter] = dict(trainer.model.named_parameters())
         trainer.parallelism = replace(trainer.parallelism, zero=3)  # at stage 0 there would be no cut to preview
+        if self.stacks:
+            trainer.shard(self.stacks)
         trainer.shard()
         self._preview()
 
     def _preview(self) -> None:
         self._runs: dict[int, list[Run]] = {}
         self._buckets: dict[int, list[PlannedBucket]] = {}
-        self.units = [self._unit(name, plans) for name, plans in preview(self._model, self.num_ranks)]
+        fewer = dict.fromkeys(self.stacks, max(self.num_ranks // self.ep, 1))
+        plans = dict(preview(self._model, self.num_ranks, fewer=fewer))
+        dealt = {name: plans.pop(name) for name, module in self._model.named_modules() if module in fewer}
+        self.units = []
+        for name, own in plans.items():
+            inside = [plan for stack, some in dealt.items() if name and stack.startswith(f"{name}.") for plan in some]
+            self.units.append(self._unit(name, [*own, *inside], [1] * len(own) + [self.ep] * len(inside)))
 
     def over(self, num_ranks: int) -> Blueprint:
         """Returns the same model shared by another number of ranks."""
         other = Blueprint.__new__(Blueprint)
         other.num_ranks, other.routing, other.rules = num_ranks, self.routing, self.rules
+        other.ep, other.stacks = self.ep, self.stacks
         other._model, other._params = self._model, self._params
         other._preview()
         return other
 
-    def _unit(self, name: str, plans: Sequence[SegmentPlan]) -> PlannedUnit:
+    def _unit(self, name: str, plans: Sequence[SegmentPlan], parts: Sequence[int]) -> PlannedUnit:
         trainable = tuple(self._params[plan.tensors[0].name].requires_grad for plan in plans)
-        return PlannedUnit(name, tuple(plans), trainable)
+        return PlannedUnit(name, tuple(plans), trainable, tuple(parts))
 
     @property
     def root(self) -> PlannedUnit:
@@ -137,7 +158,8 @@ class Blueprint:
     @cached_property
     def numel(self) -> int:
         """Elements of all parameters."""
-        return sum(plan.useful for unit in self.units for plan in unit.plans)
+        pairs = (pair for unit in self.units for pair in zip(unit.plans, unit.parts, strict=True))
+        return sum(plan.useful * parts for plan, parts in pairs)
 
     # --- the optimizer, seen from one rank ---
 
@@ -147,15 +169,16 @@ class Blueprint:
             self._runs[rank] = self._laid_out(rank)
             for run in self._runs[rank]:
                 if hasattr(run.rule, "block_state"):
-                    run.create_blocks(owned_blocks(run, self._dealt[0]))
+                    run.create_blocks(owned_blocks(run, self._dealt.owners))
         return self._runs[rank]
 
     def _laid_out(self, rank: int) -> list[Run]:
-        group = SimpleNamespace() if self.num_ranks > 1 else None
+        groups = {parts: SimpleNamespace() for parts in (1, self.ep)}
         for unit in self.units:
-            for plan, trains in zip(unit.plans, unit.trainable, strict=True):
+            for plan, trains, parts in zip(unit.plans, unit.trainable, unit.parts, strict=True):
                 shard = torch.empty(plan.shard_size, device="meta")
-                master: Any = SimpleNamespace(rank=rank, group=group, local=shard)
+                group = groups[parts] if plan.num_ranks > 1 else None
+                master: Any = SimpleNamespace(rank=rank // parts, group=group, local=shard)
                 segment = Segment(plan, [], master, trains)
                 for at, tensor in enumerate(plan.tensors):
                     self._params[tensor.name].__dict__[HOME] = Home(None, segment, at)
@@ -167,14 +190,14 @@ class Blueprint:
         return runs
 
     @cached_property
-    def _dealt(self) -> tuple[dict[Key, int], list[Load]]:
+    def _dealt(self) -> Deal:
         """The owner of each cut granule, and the work of every rank."""
         return assign(self._laid_out(0))
 
     def buckets(self, rank: int) -> list[PlannedBucket]:
         """Returns what travels together in the step of ``rank``, in order."""
         if rank not in self._buckets:
-            owners = self._dealt[0]
+            owners = self._dealt.owners
             self._buckets[rank] = [PlannedBucket(runs, exchange_of(runs, owners)) for runs in together(self.runs(rank))]
         return self._buckets[rank]
 
@@ -187,7 +210,29 @@ class Blueprint:
     @cached_property
     def load(self) -> Load | None:
         """What each rank computes on whole blocks in a step; None without a rule over blocks."""
-        return next(iter(self._dealt[1]), None)
+        loads = self._dealt.loads
+        if not loads:
+            return None
+        flops = np.sum([self._everybody(np.array(load.flops)) for load in loads], axis=0)
+        return Load(loads[0].group, tuple(flops), max(load.largest for load in loads), sum(load.cut for load in loads))
+
+    @property
+    def work(self) -> float:
+        """FLOPs of all whole blocks of a rank and of those that it shares them with."""
+        return sum(sum(load.flops) for load in self._dealt.loads)
+
+    def _everybody(self, values: np.ndarray) -> np.ndarray:
+        """(num_ranks, ...) values of all ranks, from those of the ranks that share a buffer, alike for every part."""
+        return np.repeat(values, self.num_ranks // len(values), axis=0)
+
+    def _parts(self, run: Run) -> int:
+        """Ranks that have other experts in place of this run's, counting this."""
+        return self.ep if hasattr(run.params[0], "part_of") else 1
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of a layer where they are dealt; 0 elsewhere."""
+        return max((p.part_of.total for p in self._params.values() if hasattr(p, "part_of")), default=0)
 
     def without_cuts(self) -> tuple[int, np.ndarray]:
         """Returns what it would take to cut no block at all, at any price in padding.
@@ -199,16 +244,17 @@ class Blueprint:
         blocks = {run.names[index]: (run, index, lattice) for run, index, lattice in self.lattices}
         known: dict[Any, SegmentPlan] = {}  # equal layers are planned once
         for plan in (plan for unit in self.units for plan in unit.plans):
-            key = tuple((tensor.numel, tensor.granularity, tensor.finest) for tensor in plan.tensors)
+            key = plan.num_ranks, tuple((tensor.numel, tensor.granularity, tensor.finest) for tensor in plan.tensors)
             if key not in known:
-                known[key] = plan_segment(plan.tensors, num_ranks=self.num_ranks)
-            whole = known[key]
+                known[key] = plan_segment(plan.tensors, num_ranks=plan.num_ranks)
+            whole, part = known[key], np.zeros(plan.num_ranks)
             shard += whole.shard_size
             for tensor, offset in zip(plan.tensors, whole.offsets, strict=True):
                 if tensor.name in blocks:
                     run, index, lattice = blocks[tensor.name]
                     starts = offset + lattice.granularity * np.arange(lattice.num_granules)
-                    np.add.at(load, starts // whole.shard_size, granule_costs(run, index))
+                    np.add.at(part, starts // whole.shard_size, granule_costs(run, index))
+            load += self._everybody(part)
         return shard, load
 
     @cached_property
@@ -216,14 +262,14 @@ class Blueprint:
         """Whole blocks that no edge cuts, and those that one does."""
         kept = cut = 0
         for run, index, lattice in self.lattices:
-            boundary = len(run.boundary(index))
-            kept += (lattice.num_granules - boundary) * lattice.blocks_per_granule
-            cut += boundary * lattice.blocks_per_granule
+            boundary, each = len(run.boundary(index)), lattice.blocks_per_granule * self._parts(run)
+            kept += (lattice.num_granules - boundary) * each
+            cut += boundary * each
         return kept, cut
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of everything that rules over blocks would put on a wire."""
+        """Bytes of everything that rules over blocks would put on a wire, of dealt experts one part."""
         return sum(blocks.numel * run.rule.wire_dtype.itemsize for run, _, blocks in self.lattices)
 
     @property
@@ -232,28 +278,13 @@ class Blueprint:
         return max((blocks.numel for _, _, blocks in self.lattices), default=0)
 
     @cached_property
-    def crossings(self) -> list[tuple[Crossing, int]]:
-        """Every granule that edges cut, with the bytes of an element on the wire."""
-        return [
-            (crossing, bucket.rule.wire_dtype.itemsize)
-            for bucket in self.buckets(0)
-            if bucket.exchange
-            for crossing in bucket.exchange.crossings
-        ]
-
-    @cached_property
     def exchanged(self) -> np.ndarray:
         """(num_ranks, 2) int64: bytes that each rank sends in a step, payloads out and directions back."""
-        sent = np.zeros((self.num_ranks, 2), dtype=np.int64)
-        for crossing, itemsize in self.crossings:
-            held = crossing.holders()
-            edges = np.arange(held.start, held.stop + 1) * crossing.shard_size
-            parts = np.diff(edges.clip(crossing.start, crossing.stop)) * itemsize
-            sent[held.start : held.stop, 0] += parts
-            own = int(parts[crossing.owner - held.start]) if crossing.owner in held else 0
-            sent[crossing.owner, 0] -= own
-            sent[crossing.owner, 1] += (crossing.stop - crossing.start) * itemsize - own
-        return sent
+        total = np.zeros((self.num_ranks, 2), dtype=np.int64)
+        for bucket in self.buckets(0):
+            if bucket.exchange:
+                total += self._everybody(_sent(bucket.exchange, bucket.rule.wire_dtype.itemsize))
+        return total
 
     @cached_property
     def state(self) -> np.ndarray:
@@ -261,15 +292,15 @@ class Blueprint:
         held = np.zeros(self.num_ranks, dtype=np.int64)
         for run in self.runs(0):
             end = -(-(run.offsets[-1] + run.params[-1].numel()) // ALIGN) * ALIGN
-            edges = np.clip(np.arange(self.num_ranks + 1) * run.shard_size, run.offsets[0], end)
-            lengths, chunks = np.diff(edges), chunk_state(run.rule)
+            edges = np.clip(np.arange(run.num_ranks + 1) * run.shard_size, run.offsets[0], end)
+            lengths, chunks = self._everybody(np.diff(edges)), chunk_state(run.rule)
             for name, dtype in (run.rule.element_state() | chunks).items():
                 held += dtype.itemsize * (-(-lengths // run.rule.finest) if name in chunks else lengths)
             for of in run.blocks:
                 row = sum(
                     row[:1].nbytes if len(row) else row.new_empty(row.shape[1:]).nbytes for row in of.rows.values()
                 )
-                held += row * np.array(of.units)
+                held += row * self._everybody(np.array(of.units))
         return held
 
     @property
@@ -288,6 +319,30 @@ class Blueprint:
         for unit, count in found.values():
             lines += [f"\n{count} x unit like {unit.name or 'the root'}", *map(str, unit.plans)]
         return "\n".join(lines)
+
+
+def _dealt_stacks(trainer: Trainer) -> tuple[nn.Module, ...]:
+    """Leaves one rank's part of every stack of experts, and returns the stacks."""
+    ep, stacks = trainer.parallelism.ep, tuple(trainer.model.expert_units())
+    uneven = {len(p) for stack in stacks for p in stack.parameters() if len(p) % ep}
+    if uneven:
+        raise NotImplementedError(f"parallelism.ep={ep} does not divide {max(uneven)} experts: not planned yet")
+    trainer.model.deal_experts(SimpleNamespace(rank=lambda: 0, size=lambda: ep))  # stands in for a process group
+    return stacks
+
+
+def _sent(exchange: Exchange, itemsize: int) -> np.ndarray:
+    """(ranks that share the buffers, 2) int64: bytes that each sends, payloads out and directions back."""
+    sent = np.zeros((exchange.num_ranks, 2), dtype=np.int64)
+    for crossing in exchange.crossings:
+        held = crossing.holders()
+        edges = np.arange(held.start, held.stop + 1) * crossing.shard_size
+        parts = np.diff(edges.clip(crossing.start, crossing.stop)) * itemsize
+        sent[held.start : held.stop, 0] += parts
+        own = int(parts[crossing.owner - held.start]) if crossing.owner in held else 0
+        sent[crossing.owner, 0] -= own
+        sent[crossing.owner, 1] += (crossing.stop - crossing.start) * itemsize - own
+    return sent
 
 
 def state_by_kind(runs: Sequence[Run]) -> dict[str, int]:

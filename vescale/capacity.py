@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from vescale.rule import Rules, rule_for, state_bytes
+from vescale.rule import Rules, state_bytes
 
 CGROUP = Path("/sys/fs/cgroup/memory.max")
 
@@ -29,10 +29,9 @@ def least_bytes(named: Iterable[tuple[str, nn.Parameter]], rules: Rules, *, rank
         ranks: That share them.
     """
     params, total = dict(named), 0
-    for group, routes in rules.route(params.items()).routes.items():
+    for routes in rules.route(params.items()).routes.values():
         for route in routes:
-            state = state_bytes(rule_for(rules.groups[group].rule, route.shape), route.shape)
-            total += math.prod(route.shape) * (4 + 4) + state
+            total += math.prod(route.shape) * (4 + 4) + state_bytes(route.rule, route.shape)
     return total // ranks
 
 

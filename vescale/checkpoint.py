@@ -176,8 +176,9 @@ def tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:
             seen.add(id(value))
             parts[name] = getattr(value, "part_of", None)
             found[f"model.{name}"] = rows_of(value.detach(), parts[name])
+    rows = optimizer.rows_of_one()
     for name, value in optimizer.named_state().items():
-        found[f"optimizer.{name}"] = rows_of(value, parts.get(name.rpartition(".")[0]))
+        found[f"optimizer.{name}"] = rows_of(value, parts.get(name.rpartition(".")[0]), each=rows[name])
     return found
 
 

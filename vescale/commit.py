@@ -7,7 +7,7 @@ and a parameter that several units share goes to their lowest common unit.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from vescale.planner import SegmentPlan
 from vescale.rule import unwrapped
 from vescale.segments import Capacity, plan_model
 from vescale.shard_state import ShardState, Tree, state_of
+from vescale.state_hooks import watch_states
 from vescale.unit import Member, Unit, member_specs
 
 
@@ -63,6 +64,8 @@ def _commit(root: ShardState) -> None:
             zero=state.zero,
             part_group=meshes.part_group(state),
         )
+        watch_states(state.unit)
+        state.unit.driver = state
         state.committed = True
     tree = Tree(states, survey(root))
     for state in states:
@@ -119,7 +122,7 @@ def survey(root: ShardState) -> Anatomy:
 
 
 def preview(
-    module: nn.Module, num_ranks: int, *, capacity: Capacity = None
+    module: nn.Module, num_ranks: int, *, capacity: Capacity = None, fewer: Mapping[nn.Module, int] | None = None
 ) -> list[tuple[str, tuple[SegmentPlan, ...]]]:
     """Returns the name and the plans of every unit as ``num_ranks`` ranks would have them, and changes nothing.
 
@@ -127,6 +130,7 @@ def preview(
         module: The outermost module that ``fully_shard`` was called on; its parameters may be on the meta device.
         num_ranks: Ranks to plan for; no process group is needed.
         capacity: What each rank can hold, in any unit; None: all the same.
+        fewer: Number of ranks that share a module's unit, where it is not ``num_ranks``.
 
     Raises:
         ValueError: If the module is not sharded, or planned already.
@@ -139,7 +143,8 @@ def preview(
     for name, inner in module.named_modules():
         if (state := state_of(inner)) is not None:
             names.setdefault(state, unwrapped(name))
-    units = [(state, members[id(state)], num_ranks if state.zero else 1) for state in names]
+    sharing = {state_of(inner): count for inner, count in (fewer or {}).items()}
+    units = [(s, members[id(s)], sharing.get(s, num_ranks) if s.zero else 1) for s in names]
     return list(zip(names.values(), _plan(units, capacity), strict=True))
 
 
@@ -161,13 +166,13 @@ def _plan(
 def _assign(root: ShardState) -> dict[int, list[Member]]:
     """Finds each parameter's unit: the nearest sharded module above it, or above all its uses when it is tied."""
     found: dict[int, tuple[Member, ShardState]] = {}
-    seen: set[int] = set()
+    seen: set[tuple[int, ShardState]] = set()  # a module may be a child of several: of each unit once
 
     def visit(module: nn.Module, state: ShardState, prefix: str) -> None:
         state = state_of(module) or state
-        if id(module) in seen or (state.committed and state is not root):
+        if (id(module), state) in seen or (state.committed and state is not root):
             return
-        seen.add(id(module))
+        seen.add((id(module), state))
         for name, param in module._parameters.items():
             if param is None or any(param in s.ignored for s in _chain(state)):
                 continue
@@ -177,7 +182,8 @@ def _assign(root: ShardState) -> dict[int, list[Member]]:
             else:
                 member = Member(unwrapped(prefix + name), param, [])
                 found[id(param)] = (member, state)
-            member.homes.append((module, name))
+            if (module, name) not in member.homes:
+                member.homes.append((module, name))
         for name, child in module._modules.items():
             if child is not None:
                 visit(child, state, f"{prefix}{name}.")

@@ -205,13 +205,9 @@ class DBuffer:
         """
         if not self.sharded:
             raise ValueError(f"all_gather: expected a sharded DBuffer, got {self.placement}")
-        gathered = self.sibling(Replicate(), self.local.new_empty(self.plan.numel) if out is None else out)
-        return gathered, self.gather_into(gathered, async_op=async_op)
-
-    def gather_into(self, full: DBuffer, *, async_op: bool = False) -> collectives.Handle | None:
-        """As ``all_gather``, into a gathered buffer that exists; returns the handle when ``async_op``."""
+        full = self.sibling(Replicate(), self.local.new_empty(self.plan.numel) if out is None else out)
         full._slot.copy_(self.local)
-        return collectives.all_gather(full.local, full._slot, group=self.group, async_op=async_op)
+        return full, collectives.all_gather(full.local, full._slot, group=self.group, async_op=async_op)
 
     def reduce_scatter(self, *, async_op: bool = False) -> tuple[DBuffer, collectives.Handle | None]:
         """Partial to sharded, by summing; the result lies in this rank's slot, in place.
@@ -225,28 +221,22 @@ class DBuffer:
         Raises:
             ValueError: If the buffer is not partial.
         """
-        return self.sibling(Shard(0), self._slot), self.reduce_into(self._slot, async_op=async_op)
-
-    def reduce_into(self, out: torch.Tensor, *, async_op: bool = False) -> collectives.Handle | None:
-        """As ``reduce_scatter``, into ``out`` (S,), of the same dtype; returns the handle when ``async_op``.
-
-        This buffer must outlive the handle.
-        """
         if self.placement != Partial():
             raise ValueError(f"reduce_scatter: expected a partial DBuffer, got {self.placement}")
-        return collectives.reduce_scatter(out, self.local, group=self.group, async_op=async_op)
+        work = collectives.reduce_scatter(self._slot, self.local, group=self.group, async_op=async_op)
+        return self.sibling(Shard(0), self._slot), work
 
     def zero_gaps(self) -> None:
         """Zeroes the elements that belong to no tensor, so that nothing of a recycled storage is ever reduced."""
         self.layout.gaps(self.sharded).zero_(self.local)
 
     def norm(self, p: float = 2.0) -> torch.Tensor:
-        """The p-norm over every tensor of the buffer, 0-d float32, complete on every rank.
+        """The p-norm over every tensor of the buffer, complete on every rank; 0-d float32, float64 of a float64 buffer.
 
         Args:
             p: Order of the norm, > 0; ``inf`` for the largest magnitude.
         """
-        value = torch.linalg.vector_norm(self.local, p, dtype=torch.float32)
+        value = torch.linalg.vector_norm(self.local, p, dtype=torch.promote_types(self.local.dtype, torch.float32))
         if not self.sharded or self.plan.num_ranks == 1:
             return value
         if math.isinf(p):

@@ -23,6 +23,7 @@ from vescale.trainer import Trainer
 # (stages, micro-batches) of the pipelines that are shown.
 PIPELINES = ((8, 8), (8, 64))
 _IN_BACKWARD = ("parameters, backward", "gradients", traffic.OVER_COPIES)
+_EXPERTS = traffic.EXPERTS
 
 
 class Forecast:
@@ -51,8 +52,6 @@ class Forecast:
         self.assumptions: list[str] = []
         if self.seq_len < 1:
             raise ValueError(f"data.seq_len: expected at least 1, got {self.seq_len}")
-        if self.parallelism.ep > 1:
-            raise NotImplementedError(f"parallelism.ep={self.parallelism.ep}: a plan deals no experts yet; use ep=1")
         self.parallelism.check(num_ranks)
         if not hasattr(self.model, "activations"):
             raise NotImplementedError(f"{type(self.model).__name__} does not say what its activations hold")
@@ -121,12 +120,13 @@ class Forecast:
 
     @cached_property
     def _numels(self) -> dict[str, int]:
-        return {t.name: t.numel for unit in self.blueprint.units for plan in unit.plans for t in plan.tensors}
+        pairs = [pair for unit in self.blueprint.units for pair in zip(unit.plans, unit.parts, strict=True)]
+        return {t.name: t.numel * parts for plan, parts in pairs for t in plan.tensors}
 
     @property
     def _padding(self) -> float:
         """Elements that belong to nobody, as a fraction of the parameters."""
-        return sum(unit.whole for unit in self.blueprint.units) / self.blueprint.numel - 1
+        return sum(unit.everywhere for unit in self.blueprint.units) / self.blueprint.numel - 1
 
     # --- 2: memory ---
 
@@ -246,18 +246,37 @@ class Forecast:
             micro_batches: Of the step.
             buckets: Of the rank that is looked at.
         """
-        return traffic.model_collectives(
-            self.blueprint,
-            self.dtypes,
+        return (
+            traffic.model_collectives(
+                self.blueprint,
+                self.dtypes,
+                micro_batches=micro_batches,
+                regathers=self.parallelism.reshard_after_forward,
+                stage=self.stage,
+                replicas=self.replicas,
+            )
+            | self._tokens(micro_batches)
+            | traffic.step_collectives(buckets, dealt=self.blueprint.ep > 1)
+        )
+
+    def _tokens(self, micro_batches: int) -> dict[str, Any]:
+        """The exchanges of tokens with dealt experts."""
+        if self.blueprint.ep == 1:
+            return {}
+        model: Any = self.model
+        rows = self.micro_batch * self.seq_len * model.num_experts_per_tok
+        return traffic.token_collectives(
+            len(self.blueprint.stacks),
+            nbytes=rows * model.hidden_size * self.dtypes.param,
+            num_experts=self.blueprint.num_experts,
             micro_batches=micro_batches,
-            regathers=self.parallelism.reshard_after_forward,
-            stage=self.stage,
-            replicas=self.replicas,
-        ) | traffic.step_collectives(buckets)
+            recomputed=self._activations(1).recomputed,
+        )
 
     def _communication(self) -> dict[str, Any]:
         calls = self.calls(self.micro_batches, self.buckets)
-        lines = {line.what: line for line in traffic.timed(calls, self.machine, self.shard_ranks, self.replicas)}
+        timed = traffic.timed(calls, self.machine, self.shard_ranks, self.replicas, ep=self.blueprint.ep)
+        lines = {line.what: line for line in timed}
         exposure = self._exposure(lines)
         step = exposure.compute + exposure.exposed + self._stepping()
         tokens = self.global_batch * self.seq_len
@@ -284,18 +303,23 @@ class Forecast:
         backward = (3 if self._activations(1).recomputed else 2) * forward
         seconds = {what: line.seconds for what, line in lines.items()}
         share = self._of_layers
+
+        def of(seconds: dict[str, float], what: str) -> tuple[float, float]:
+            return share * seconds.get(what, 0.0), seconds.get(what + _EXPERTS, 0.0)
+
         passes = [
-            (forward, share * seconds.get("parameters, forward", 0.0)),
-            (backward, share * sum(seconds.get(what, 0.0) for what in _IN_BACKWARD)),
+            (forward, sum(of(seconds, "parameters, forward"))),
+            (backward, sum(sum(of(seconds, what)) for what in _IN_BACKWARD)),
         ]
         alone = sum(seconds.values()) - sum(network for _, network in passes)
         return traffic.exposure(passes, units=len(self.blueprint.layers), alone=alone)
 
     @property
     def _of_layers(self) -> float:
-        """Share of the gathered elements that belong to layers."""
-        whole = sum(unit.whole for unit in self.blueprint.units)
-        return sum(unit.whole for unit in self.blueprint.layers) / whole
+        """Share of the gathered elements, but for dealt experts', that belong to layers."""
+        root = sum(plan.numel for plan in self.blueprint.root.plans)
+        pairs = [pair for unit in self.blueprint.units for pair in zip(unit.plans, unit.parts, strict=True)]
+        return 1 - root / sum(plan.numel for plan, parts in pairs if parts == 1)
 
     # --- 4: the optimizer's step ---
 
@@ -375,7 +399,7 @@ class Forecast:
             "gather everything",
             sent=nbytes * (1 - 1 / self.shard_ranks),
             network=self.machine.seconds("all_gather", nbytes, self.shard_ranks),
-            work=sum(load.flops),
+            work=self.blueprint.work,
             memory_bytes=self.blueprint.largest_numel * memory.WORKSPACE,
             note="full_tensor() in the step",
         )
@@ -426,6 +450,7 @@ class Forecast:
         machine = self.machine
         return [
             *self.assumptions,
+            *self._of_experts(),
             f"one rank a device, {machine.devices} devices a node, ranks of a group are neighbours",
             f"collectives are rings at the bandwidth and latency of recipes/machine/{machine.name}.yaml and keys that "
             "changed it; no congestion, no other traffic",
@@ -440,6 +465,11 @@ class Forecast:
             f"{8 * self.dtypes.reduce} bits; textbook figures are Adam's with bf16 gradients",
             "evaluation, checkpoints and the two sums of a scalar that the trainer makes in a step are left out",
         ]
+
+    def _of_experts(self) -> list[str]:
+        ep = self.blueprint.ep
+        dealt = f"{ep} neighbours deal the experts, and as many tokens go to each; a layer gathers its own with itself"
+        return [dealt] if ep > 1 else []
 
     # --- the simulation ---
 

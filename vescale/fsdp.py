@@ -14,7 +14,7 @@ several units share goes to their lowest common unit.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -152,10 +152,27 @@ def _check(modules: Sequence[Any], ignored_params: Any) -> None:
             problems.append(f"{name} has no forward; call fully_shard on each of its modules")
         elif sum(module is inner for other in modules if isinstance(other, nn.Module) for inner in other.modules()) > 1:
             problems.append(f"{name} is twice in the list, or inside another module of it")
+        elif any(_taken_above(param, module) for param in _own_params(module)):
+            problems.append(f"{name} is inside a module that was sharded before; inner modules come first")
     if any(not isinstance(param, nn.Parameter) for param in ignored_params or ()):
         problems.append("ignored_params must be Parameters, not names")
     if problems:
         raise ValueError("fully_shard: " + "; ".join(problems))
+
+
+def _own_params(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Parameters below a module, without those of sharded modules inside."""
+    yield from (param for param in module._parameters.values() if param is not None)
+    for inner in module._modules.values():
+        if inner is not None and not isinstance(inner, FSDPModule):
+            yield from _own_params(inner)
+
+
+def _taken_above(param: nn.Parameter, module: nn.Module) -> bool:
+    """Whether a call on a module around ``module`` has taken ``param``."""
+    home = home_of(param)
+    state = param.__dict__.get(PENDING) if home is None else home.unit.driver
+    return state is not None and any(module in around.modules() for around in state.modules)
 
 
 def _check_params(modules: Sequence[nn.Module], ignored: Iterable[nn.Parameter]) -> None:
@@ -218,7 +235,7 @@ def _install(module: nn.Module, state: ShardState) -> None:
     for inner in module.modules():
         for param in inner._parameters.values():
             if param is not None and home_of(param) is None and param not in state.ignored:
-                param.__dict__[PENDING] = True
+                param.__dict__[PENDING] = state
         below = state_of(inner)
         if below is not None and below is not state and below.parent is None:
             below.parent = state

@@ -5,16 +5,21 @@ Those that cannot work here are here too, and say what to do instead. The README
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from vescale.commit import commit, states_below, survey
+from vescale.comms import Comms, registered_pool, second_group, symmetric_pool
+from vescale.member import put
 from vescale.shard_state import ShardState
-from vescale.unit import Unit
+from vescale.twin import copied, move_in
+from vescale.unit import Unit, mesh_device
 
 
 def _refused(name: str, instead: str) -> Callable[..., None]:
@@ -193,24 +198,83 @@ class FSDPModule:
     set_reduce_scatter_max_input_buffers = _refused(
         "set_reduce_scatter_max_input_buffers", "one unit's reduce-scatter is in flight behind the next unit's backward"
     )
-    set_separate_reduce_scatter_group = _refused(
-        "set_separate_reduce_scatter_group", "gathers and reductions of a unit share the process group of its mesh"
-    )
-    set_custom_all_gather = _refused(
-        "set_custom_all_gather",
-        "collectives run in place on buffers that are the parameters; give fully_shard a mesh over your process group",
-    )
-    set_custom_reduce_scatter = _refused(
-        "set_custom_reduce_scatter",
-        "collectives run in place on the gradients' buffer; give fully_shard a mesh over your process group",
-    )
-    set_allocate_memory_from_process_group_for_comm = _refused(
-        "set_allocate_memory_from_process_group_for_comm",
-        "there are no staging buffers to allocate: what is sent lies in the parameters' own buffer",
-    )
-    set_symm_mem_for_comm = _refused(
-        "set_symm_mem_for_comm", "there are no staging buffers: what is sent lies in the parameters' own buffer"
-    )
+    # --- what a collective is ---
+
+    def set_custom_all_gather(self, comm: Callable[..., Any] | None) -> None:
+        """Gathers this module's own unit by ``comm``; None goes back to torch's all-gather.
+
+        Args:
+            comm: Called as torch's ``AllGather``: ``comm(output, input, group=, async_op=)``. The output is the buffer
+                whose views the parameters are and the input this rank's slot of it, so its ``allocate`` is not called.
+                Returns a handle to wait on, or None when it has waited.
+
+        Raises:
+            ValueError: If it cannot be called, or buffers come from the process group or symmetric memory.
+        """
+        self._comms("set_custom_all_gather", comm).all_gather = comm
+
+    def set_custom_reduce_scatter(self, comm: Callable[..., Any] | None) -> None:
+        """Reduces this module's own unit by ``comm``; None goes back to torch's reduce-scatter.
+
+        Sums over replicas are all-reduces as before.
+
+        Args:
+            comm: Called as torch's ``ReduceScatter``: ``comm(output, input, group=, op=, async_op=)``, always with SUM.
+                The input is the buffer in which gradients were written; its ``allocate`` is not called.
+
+        Raises:
+            ValueError: If it cannot be called, or buffers come from the process group or symmetric memory.
+        """
+        self._comms("set_custom_reduce_scatter", comm).reduce_scatter = comm
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Reduces over a process group of its own, so that gathers do not wait behind reductions; all ranks must call.
+
+        Raises:
+            ValueError: Unless ``enable`` is a bool.
+        """
+        _check_bool("set_separate_reduce_scatter_group", enable)
+        commit(self._vescale_state)
+        for state in self._states(recurse):
+            group = state.unit.mesh.get_group(state.unit.mesh.ndim - 1)
+            state.controls.comms.reduce_group = second_group(group) if enable else None
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Takes the memory of this module's own unit's buffers from its process group, which NCCL then need not stage.
+
+        Raises:
+            ValueError: Unless ``enable`` is a bool, or if a collective of the unit is custom.
+            NotImplementedError: If the process group has none, as gloo.
+        """
+        _check_bool("set_allocate_memory_from_process_group_for_comm", enable)
+        comms, group, device = self._pooled("set_allocate_memory_from_process_group_for_comm")
+        comms.pool, comms.symmetric = registered_pool(group, device) if enable else contextlib.nullcontext, False
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Takes the memory of this module's own unit's buffers from symmetric memory.
+
+        Raises:
+            ValueError: If a collective of the unit is custom.
+            NotImplementedError: Over anything but NCCL.
+        """
+        comms, group, device = self._pooled("set_symm_mem_for_comm")
+        comms.pool, comms.symmetric = symmetric_pool(group, device, backend), True
+
+    def _comms(self, call: str, comm: Any) -> Comms:
+        comms = self._vescale_state.controls.comms
+        if not (comm is None or callable(comm)):
+            raise ValueError(f"{call}: expected a function, got {type(comm).__name__}")
+        if comms.pool is not contextlib.nullcontext:
+            raise ValueError(f"{call}: this module's buffers come from the process group or symmetric memory already")
+        return comms
+
+    def _pooled(self, call: str) -> tuple[Comms, dist.ProcessGroup, torch.device]:
+        """The communication, process group and device of a unit whose buffers shall come from a pool."""
+        commit(self._vescale_state)
+        state, mesh = self._vescale_state, self._vescale_state.unit.mesh
+        if state.controls.comms.all_gather or state.controls.comms.reduce_scatter:
+            raise ValueError(f"{call}: a collective of this module is custom, and it knows best what memory it wants")
+        return state.controls.comms, mesh.get_group(mesh.ndim - 1), mesh_device(mesh)
 
     # --- the iteration ---
 
@@ -238,11 +302,19 @@ class FSDPModule:
         commit(self._vescale_state)
         return super().named_parameters(prefix, recurse, remove_duplicate)  # type: ignore[misc]
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As ``nn.Module.zero_grad``, of the sharded parameters also while whole ones are in their place."""
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+        for param in (p for unit in self.units() for segment in unit.segments for p in segment.sharded):
+            if set_to_none:
+                param.grad = None
+            elif param.grad is not None:
+                param.grad.zero_()
+
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As ``nn.Module.state_dict``, of sharded parameters under their plain names; no communication."""
         for state in self._planned():
             state.unit.realias()
-            state.unit.reshard()
         return super().state_dict(*args, **kwargs)  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
@@ -250,14 +322,8 @@ class FSDPModule:
 
         With ``assign`` too the values are copied, and the Parameter objects stay: an optimizer goes on holding them.
         """
-        states = self._planned()
-        for state in states:
-            state.unit.reshard()
-        try:
-            return super().load_state_dict(state_dict, strict, assign)  # type: ignore[misc]
-        finally:
-            for state in states:
-                state.unit.adopt()
+        commit(self._vescale_state)
+        return super().load_state_dict(state_dict, strict, assign)  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Returns a sharded model of its own, with the same plan, mesh and weights and no gradients; for an EMA.
@@ -273,11 +339,11 @@ class FSDPModule:
         first = id(self._vescale_state.tree) not in memo
         if first:
             self._vescale_state.tree.finish_reduce()
-            copied = [state.unit.copied(memo) for state in self._vescale_state.tree.states]
+            twins = [copied(state.unit, memo) for state in self._vescale_state.tree.states]
         twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
         if first:
-            for unit in copied:
-                unit.move_in(memo)
+            for unit in twins:
+                move_in(unit, memo)
             twin._vescale_state.tree.anatomy = survey(twin._vescale_state.outermost)
         return twin
 
@@ -315,12 +381,15 @@ class FSDPModule:
             state.unit.apply_(fn)
             state.applying = True
         homes = [home for state in states for home in state.unit.homes()]
-        hidden = [(module, name, module._parameters.pop(name)) for module, name in homes]
+        before = {module: dict(module._parameters) for module, _ in homes}
+        for module, name in homes:
+            module._parameters.pop(name, None)
         try:
             return super()._apply(fn, recurse)  # type: ignore[misc]
         finally:
-            for module, name, param in hidden:
-                module._parameters[name] = param
+            for module, params in before.items():
+                for name, param in params.items():  # in their order; one of no unit may be another object now
+                    put(module, name, module._parameters.pop(name, param))
             for state in states:
                 state.applying = False
 

@@ -41,9 +41,9 @@ class ModelConfig(Protocol):
     def build(self) -> nn.Module:
         """Returns the model: ``model(input_ids, labels)`` is the sum of token losses, ``units()`` its layers.
 
-        ``finish_step()`` ends an optimizer step and returns metrics; ``export(folder)``, called by all ranks, writes
-        the weights. With experts, ``deal_experts(group)`` leaves this rank its part of them and ``expert_units()`` are
-        those.
+        ``finish_step(skip=flag)`` ends an optimizer step, which was left out where the flag is 1.0, and returns
+        metrics; ``export(folder)``, called by all ranks, writes the weights. With experts, ``deal_experts(group)``
+        leaves this rank its part of them and ``expert_units()`` are those.
         """
 
     def num_parameters(self) -> int:
@@ -79,7 +79,7 @@ class TrainerConfig:
         hang_timeout_s: Seconds without a step, after the first, that end a run that hangs; None: it is not watched.
         profile: First and last step to trace; None: none.
         memory_snapshot: Step after which to write who holds the GPU's memory; None: never.
-        peak_tflops: Of one device, for the utilisation; None: it is not shown.
+        peak_tflops: Of one device, for the utilisation; None: what ``vescale/peaks.py`` knows of it, else n/a.
         export: Folder for the weights as safetensors at the end; None: none.
 
     Raises:
@@ -127,8 +127,11 @@ class TrainerConfig:
             problems.append(f"clip_policy: expected all with deterministic, got {self.clip_policy!r}")
         if self.skip_non_finite < 0:
             problems.append(f"skip_non_finite: expected a number of steps >= 0, got {self.skip_non_finite}")
-        if self.profile is not None and not 1 <= self.profile[0] <= self.profile[1]:
-            problems.append(f"profile: expected null or [first, last] with 1 <= first <= last, got {[*self.profile]}")
+        if self.profile is not None and not 1 <= self.profile[0] <= self.profile[1] <= self.steps:
+            wish = f"expected null or [first, last] with 1 <= first <= last <= {self.steps}, the steps"
+            problems.append(f"profile: {wish}, got {[*self.profile]}")
+        if self.memory_snapshot is not None and self.memory_snapshot > self.steps:
+            problems.append(f"memory_snapshot: expected null or one of {self.steps} steps, got {self.memory_snapshot}")
         if not 0 <= self.seed < 2**63:
             problems.append(f"seed: expected a number in [0, 2**63), got {self.seed}")
         if not hasattr(self.schedule, "scale"):

@@ -2,9 +2,9 @@
 
 ::
 
-    step   120/250   loss 2.3184  grad norm 0.812  lr 0.0085   41,203 tok/s  0.62 GiB  data 0.4%
+    step 120/250  loss 2.3184  norm 0.812  lr 0.0085  41,203 tok/s  61.5 TFLOP/s  MFU 6.2%  0.62 GiB  data 0.4%
 
-Utilisation is shown where the device's peak is known, never guessed.
+TFLOP/s and MFU are of one device. Utilisation is shown where the device's peak is known, never guessed.
 """
 
 from __future__ import annotations
@@ -88,12 +88,13 @@ class Journal:
         self._since, self._tokens, self._step, self._waited = now, tokens, step, waited_s
         row = {"loss": loss, "grad_norm": norm, "tokens_per_second": speed, "memory_gib": memory}
         row |= {"tflops_per_device": flops / 1e12, "step_seconds": seconds / taken, "data_wait": share}
-        used = ""
+        used = "n/a"
         if self.peak_flops:
             row["mfu"] = flops / self.peak_flops
-            used = f"{100 * row['mfu']:.1f}% MFU  "
+            used = f"{row['mfu']:.1%}"
         lr = "/".join(f"{rate:.2g}" for rate in dict.fromkeys(rates.values()))
-        line = f"loss {loss:.4f}  norm {norm:.3f}  lr {lr}  {speed:,.0f} tok/s  {used}{memory:.2f} GiB"
+        line = f"loss {loss:.4f}  norm {norm:.3f}  lr {lr}  {speed:,.0f} tok/s  {flops / 1e12:.3g} TFLOP/s  MFU {used}"
+        line += f"  {memory:.2f} GiB  data {share:.1%}"
         self.row(row | dict(rates) | dict(more), step=step, tokens=tokens, line=line)
 
     def pause(self, seconds: float) -> None:

@@ -120,3 +120,11 @@ def own_attributes(param: torch.Tensor) -> dict[str, Any]:
     """What a user attached to a parameter; both sides of it carry that."""
     ours = (HOME, PENDING, "grad_slot", "grad_slot_written")
     return {name: value for name, value in param.__dict__.items() if name not in ours}
+
+
+def put(module: nn.Module, attribute: str, param: nn.Parameter | None) -> None:
+    """Sets a parameter of a module, past torch's own ``__setattr__``, which costs more than all of a swap."""
+    if param is None or type(module).__setattr__ is nn.Module.__setattr__:
+        module._parameters[attribute] = param
+    else:  # an nn.LSTM keeps a second list of its weights, as FSDP2 knows too
+        setattr(module, attribute, param)

@@ -15,10 +15,11 @@ With recomputation "saved" is the stream into each layer, and all of the one lay
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from vescale.blueprint import Blueprint, PlannedBucket, PlannedUnit
+from vescale.planner import SegmentPlan
 
 MASTER = 4  # bytes of an element of masters and gradients: float32
 STAGES = (0, 1, 2, 3)
@@ -100,8 +101,8 @@ def resident(blueprint: Blueprint, dtypes: Dtypes, *, state: int, stage: int) ->
         stage: ZeRO stage.
     """
     parts = {"parameters": MASTER * sum(unit.shard for unit in blueprint.units), "optimizer state": state}
-    if stage < 3 and copies(blueprint, dtypes):
-        parts["parameters, gathered"] = dtypes.param * sum(unit.whole for unit in blueprint.units)
+    if stage < 3 and gathered(blueprint.units, dtypes):
+        parts["parameters, gathered"] = gathered(blueprint.units, dtypes)
     return parts
 
 
@@ -119,9 +120,15 @@ def gradients(blueprint: Blueprint, dtypes: Dtypes, *, stage: int, reduced: bool
     return MASTER * sum(unit.trained_shard for unit in blueprint.units)
 
 
-def copies(blueprint: Blueprint, dtypes: Dtypes) -> bool:
+def copies(plan: SegmentPlan, dtypes: Dtypes) -> bool:
     """Whether gathered parameters are other bytes than the masters: not on one rank that computes with these."""
-    return blueprint.num_ranks > 1 or dtypes.param != MASTER
+    return plan.num_ranks > 1 or dtypes.param != MASTER
+
+
+def gathered(units: Iterable[PlannedUnit], dtypes: Dtypes) -> int:
+    """Returns the bytes of units whose parameters are gathered."""
+    plans = (plan for unit in units for plan in unit.plans)
+    return dtypes.param * sum(plan.numel for plan in plans if copies(plan, dtypes))
 
 
 def moments(
@@ -184,12 +191,12 @@ class _Step(NamedTuple):
 
     def loss(self) -> dict[str, int]:
         kept = [] if self.regathers else self.blueprint.layers
-        return self._parts(self._saved(len(self._layers)), gathered=kept, logits=self.activations.loss)
+        return self._parts(self._saved(len(self._layers)), whole=kept, logits=self.activations.loss)
 
     def head(self) -> dict[str, int]:
         return self._parts(
             self._saved(len(self._layers)),
-            gathered=self._gathered(len(self._layers) - 1, 1),
+            whole=self._gathered(len(self._layers) - 1, 1),
             written=[self.blueprint.root],
             logits=self.activations.loss_kept,
         )
@@ -200,7 +207,7 @@ class _Step(NamedTuple):
         after = self.blueprint.layers[index + 1 : index + 2]
         return self._parts(
             self._saved(index + 1, tail=False) + work,
-            gathered=self._gathered(index, 2),
+            whole=self._gathered(index, 2),
             written=[self.blueprint.root, unit, *after],
             done=self.blueprint.layers[index + 2 :],
             one=unit.largest,
@@ -210,7 +217,7 @@ class _Step(NamedTuple):
         stream = self._layers[0].stream if self._layers else 0
         return self._parts(
             stream,
-            gathered=[],
+            whole=[],
             written=[self.blueprint.root, *self.blueprint.layers[:1]],
             done=self.blueprint.layers[1:],
             one=self.blueprint.root.largest,
@@ -234,7 +241,7 @@ class _Step(NamedTuple):
         self,
         activations: int,
         *,
-        gathered: Sequence[PlannedUnit],
+        whole: Sequence[PlannedUnit],
         written: Sequence[PlannedUnit] = (),
         done: Sequence[PlannedUnit] = (),
         logits: int = 0,
@@ -245,8 +252,8 @@ class _Step(NamedTuple):
             "logits and loss": logits,
             "a parameter's gradient": self.dtypes.param * one,
         }
-        if self.stage == 3 and copies(self.blueprint, self.dtypes):
-            parts["gathered units"] = self.dtypes.param * sum(unit.whole for unit in (self.blueprint.root, *gathered))
+        if self.stage == 3:
+            parts["gathered units"] = gathered((self.blueprint.root, *whole), self.dtypes)
         if self.stage > 1 or not self.accumulating:  # else all of them are there, from the micro-batch before
             parts["gradients in flight"] = self.dtypes.reduce * sum(unit.trained for unit in written)
         if not self.accumulating:

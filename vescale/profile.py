@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 
 
 class Profile:
-    """Records the steps that were asked for, on every rank.
+    """Records the steps that were asked for, on every rank; what cannot be written costs the recording, not the run.
 
     Args:
         folder: Of the run.
@@ -21,6 +22,7 @@ class Profile:
             ``memory/rank_0.pickle``, for pytorch.org/memory_viz; None: never. Allocations are recorded from the
             beginning, which costs a few percent.
         device: Of the run.
+        say: Takes a line for the terminal.
     """
 
     def __init__(
@@ -31,36 +33,43 @@ class Profile:
         steps: tuple[int, int] | None,
         memory_step: int | None,
         device: torch.device,
+        say: Callable[[str], None],
     ) -> None:
         self.folder, self.rank, self.steps, self.memory_step = folder, rank, steps, memory_step
         self._profiler: Any = None
-        self.device = device
+        self.device, self.say = device, say
         if memory_step is not None:
             torch.cuda.memory._record_memory_history()
 
     def begin(self, step: int) -> None:
-        """Begins tracing if ``step`` is the first one asked for."""
-        if self.steps is not None and step == self.steps[0]:
+        """Begins tracing at the first step asked for, or at the first of them that a resumed run takes."""
+        if self._profiler is None and self.steps is not None and self.steps[0] <= step <= self.steps[1]:
             kinds = [torch.profiler.ProfilerActivity.CPU]
             kinds += [torch.profiler.ProfilerActivity.CUDA] * (self.device.type == "cuda")
             self._profiler = torch.profiler.profile(activities=kinds, record_shapes=True)
             self._profiler.start()
 
-    def end(self, step: int, say: Callable[[str], None]) -> None:
+    def end(self, step: int) -> None:
         """Writes what is complete after ``step``, and says where it is."""
         if self._profiler is not None and self.steps is not None and step == self.steps[1]:
-            self._profiler.stop()
-            path = self._path("trace", "json.gz")
-            self._profiler.export_chrome_trace(str(path))
-            self._profiler = None
-            say(f"trace of steps {self.steps[0]} to {self.steps[1]}: {path.parent} (https://ui.perfetto.dev)")
+            profiler, self._profiler = self._profiler, None
+            profiler.stop()
+            what = f"trace up to step {step}"
+            self._write(profiler.export_chrome_trace, self._path("trace", "json.gz"), what, "ui.perfetto.dev")
         if step == self.memory_step:
-            path = self._path("memory", "pickle")
-            torch.cuda.memory._dump_snapshot(str(path))
+            dump, path = torch.cuda.memory._dump_snapshot, self._path("memory", "pickle")
+            self._write(dump, path, f"memory after step {step}", "pytorch.org/memory_viz")
             torch.cuda.memory._record_memory_history(enabled=None)
-            say(f"memory after step {step}: {path.parent} (https://pytorch.org/memory_viz)")
 
     def _path(self, kind: str, ending: str) -> Path:
-        folder = self.folder / kind
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder / f"rank_{self.rank}.{ending}"
+        return self.folder / kind / f"rank_{self.rank}.{ending}"
+
+    def _write(self, write: Callable[[str], Any], path: Path, what: str, viewer: str) -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write(str(path))
+            self.say(f"{what}: {path.parent} (https://{viewer})")
+        except (OSError, RuntimeError) as problem:  # torch's own words for a file that cannot be opened
+            with contextlib.suppress(OSError):
+                path.unlink()
+            self.say(f"warning: {what} was not written: {' '.join(str(problem).split())}; training goes on")

@@ -106,6 +106,17 @@ def drawing(model: Any) -> list[dict[str, Any]]:
     ]
 
 
+def segments(drawn: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns a table of a ``drawing``: ranks, elements of a shard and the share of padding, by segment."""
+    table = {}
+    for segment in drawn:
+        numel = segment["num_ranks"] * segment["shard_size"]
+        padding = 1 - sum(stop - start for _, start, stop in segment["tensors"]) / numel
+        kept = {key: segment[key] for key in ("num_ranks", "shard_size")}
+        table[segment["name"].removeprefix("segment of ")] = {**kept, "padding": round(padding, 6)}
+    return table
+
+
 # --- verify ---
 
 

@@ -24,11 +24,16 @@ def _reduced(value: torch.Tensor, like: Any, op: Any = dist.ReduceOp.SUM) -> tor
     return value
 
 
-def _power_sum(local: torch.Tensor, p: float, dtype: torch.dtype | None) -> torch.Tensor:
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """In which partial results are added up: a sum of squares of float16 overflows from a norm of 256 on."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _power_sum(local: torch.Tensor, p: float, wide: torch.dtype) -> torch.Tensor:
     """Sum of |x|**p of one run; for p = 0 the number of non-zeros."""
     if p == 0:
-        return (local != 0).sum(dtype=dtype or local.dtype)
-    return torch.linalg.vector_norm(local, p, dtype=dtype) ** p
+        return (local != 0).sum(dtype=wide.to_real())
+    return torch.linalg.vector_norm(local, p, dtype=wide) ** p
 
 
 def _vector_norms(tensors: Sequence[Any], p: float, dtype: torch.dtype | None) -> torch.Tensor:
@@ -42,8 +47,9 @@ def _vector_norms(tensors: Sequence[Any], p: float, dtype: torch.dtype | None) -
             for t in tensors
         ]
         return _reduced(torch.stack(parts), tensors[0], dist.ReduceOp.MAX if p > 0 else dist.ReduceOp.MIN)
-    total = _reduced(torch.stack([_power_sum(t._local_tensor, p, dtype) for t in tensors]), tensors[0])
-    return total if p in (0, 1) else total ** (1 / p)
+    dtype = dtype or tensors[0].dtype
+    total = _reduced(torch.stack([_power_sum(t._local_tensor, p, _wide(dtype)) for t in tensors]), tensors[0])
+    return (total if p in (0, 1) else total ** (1 / p)).to(dtype.to_real())
 
 
 def _norm(
@@ -72,12 +78,17 @@ def _foreach_norm(tensors: Sequence[Any], p: Any = 2, dtype: torch.dtype | None 
     return out
 
 
+def _total(x: Any, dtype: torch.dtype) -> torch.Tensor:
+    return _reduced(x._local_tensor.sum(dtype=_wide(dtype) if dtype.is_floating_point else dtype), x)
+
+
 def _sum(x: Any, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-    return _reduced(x._local_tensor.sum(dtype=dtype), x)
+    whole = torch.int64 if not (x.dtype.is_floating_point or x.dtype.is_complex) else x.dtype  # as torch's sum
+    return _total(x, dtype or whole).to(dtype or whole)
 
 
 def _mean(x: Any, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-    return _sum(x, dtype=dtype) / x.numel()
+    return (_total(x, dtype or x.dtype) / x.numel()).to(dtype or x.dtype)
 
 
 def _extreme(

@@ -20,12 +20,13 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem
 from vescale.ragged_tensor import RaggedTensor
 
 
-def rows_of(tensor: torch.Tensor, part: Any) -> torch.Tensor:
+def rows_of(tensor: torch.Tensor, part: Any, *, each: int = 1) -> torch.Tensor:
     """Returns what a checkpoint saves and loads in place of ``tensor``: itself, or ``Rows`` of it.
 
     Args:
         tensor: A parameter, or state of one: of its shape, a scalar, or with several rows for each of its rows.
         part: ``part_of`` of the parameter, or None.
+        each: Rows of ``tensor`` for each row of the parameter; a rank without any cannot see it. 0: none that is whole.
 
     Raises:
         NotImplementedError: If the rows of state do not belong to one row of the parameter each.
@@ -33,11 +34,10 @@ def rows_of(tensor: torch.Tensor, part: Any) -> torch.Tensor:
     if part is None or tensor.ndim == 0:
         return tensor
     assert isinstance(tensor, RaggedTensor)
-    each, rest = divmod(tensor.shape[0], part.stop - part.first) if part.stop > part.first else (1, 0)
-    if rest:
+    if not each or tensor.shape[0] != each * (part.stop - part.first):
         raise NotImplementedError(
-            f"checkpoint: state of {tensor.shape[0]} rows for {part.stop - part.first} experts on this rank, which do "
-            "not divide; deal no experts (ep=1), or take a rule whose blocks lie inside an expert"
+            f"checkpoint: state of shape {tuple(tensor.shape)} for {part.stop - part.first} of {part.total} experts, "
+            "whose rows belong to several; deal no experts (ep=1), or take a rule whose blocks lie inside an expert"
         )
     return Rows.of(tensor, first=each * part.first, total=each * part.total)
 

@@ -29,6 +29,8 @@ to ``wire_dtype`` whether an edge cuts the block or not, so that the update does
 
 What a rule may also have, each with a meaning to the ``Optimizer`` alone:
 
+    prepare_runs(params, grads, states)         ``prepare`` of several runs by a rule without blocks: lists of what that
+                                                takes, fewer launches
     for_shape(shape) -> rule                    another rule for parameters of some shapes (Adam8bit: small ones)
     chunk_state() -> {name: dtype}              state with one number for each ``finest`` consecutive elements
     block_state(block) -> {name: first value}   state of a block of that shape; then ``block`` takes ``refresh=`` and
@@ -146,14 +148,14 @@ class Rules:
         """
         group = self.group_of(name)
         try:
-            rule = self.rule_of(name, tuple(param.shape))
+            rule = self.rule_of(name, whole_shape(param))
             label = group if type(rule) is type(self.groups[group].rule) else f"{group}: {type(rule).__name__}"
             return Block(rule.block_shape(tuple(param.shape)), rule.finest, label)
         except ValueError as error:
             raise ValueError(f"{name} in group {group}: {error}") from None
 
     def rule_of(self, name: str, shape: tuple[int, ...]) -> Any:
-        """Returns the rule that steps a parameter: its group's, or what that names for such a shape.
+        """Returns the rule that steps a parameter: its group's, or what that names for such a ``whole_shape``.
 
         Raises:
             ValueError: If no pattern matches.
@@ -172,7 +174,8 @@ class Rules:
         for name, param in named:
             try:
                 block = self.block_of(name, param)
-                routes[self.group_of(name)].append(Route(name, tuple(param.shape), block))
+                rule = self.rule_of(name, whole_shape(param))
+                routes[self.group_of(name)].append(Route(name, tuple(param.shape), block, rule))
             except ValueError as error:
                 problems.append(str(error))
         for group, entry in self.groups.items():
@@ -192,6 +195,7 @@ class Route(NamedTuple):
     name: str
     shape: tuple[int, ...]
     block: Block
+    rule: Any
 
 
 class Routing(NamedTuple):
@@ -205,17 +209,14 @@ class Routing(NamedTuple):
         for group, routes in self.routes.items():
             by_rule: dict[str, list[Route]] = {}
             for route in routes:
-                by_rule.setdefault(type(self._rule(group, route)).__name__, []).append(route)
+                by_rule.setdefault(type(route.rule).__name__, []).append(route)
             for rule, some in by_rule.items():
                 elements = sum(math.prod(route.shape) for route in some)
                 largest = max((math.prod(route.block.shape) for route in some), default=0)
-                state = sum(state_bytes(self._rule(group, route), route.shape) for route in some)
+                state = sum(state_bytes(route.rule, route.shape) for route in some)
                 each = f"{state / max(elements, 1):.4g}"
                 rows.append((group, rule, str(len(some)), f"{elements:,}", f"{largest:,}", each))
         return table(rows)
-
-    def _rule(self, group: str, route: Route) -> Any:
-        return rule_for(self.rules.groups[group].rule, route.shape)
 
 
 def state_bytes(rule: Any, shape: tuple[int, ...]) -> int:
@@ -241,6 +242,13 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 def rule_for(rule: Any, shape: tuple[int, ...]) -> Any:
     """Returns the rule that ``rule`` names for parameters of this shape, ``rule`` itself unless it says otherwise."""
     return rule.for_shape(shape) if hasattr(rule, "for_shape") else rule
+
+
+def whole_shape(param: torch.Tensor) -> tuple[int, ...]:
+    """Returns the shape by which a rule is chosen: the parameter's own, or with the rows that other ranks hold of it
+    (``part_of``; see ``vescale.rows``), so that it does not depend on how experts are dealt."""
+    part = getattr(param, "part_of", None)
+    return tuple(param.shape) if part is None else (part.total, *param.shape[1:])
 
 
 # What torch's wrappers put into names: checkpoint_wrapper and torch.compile.

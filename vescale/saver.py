@@ -319,13 +319,13 @@ def checksums(sums: Mapping[str, int]) -> dict[str, Any]:
     }
 
 
-def _reason(problem: Exception) -> str:
-    """What went wrong, in one line; torch wraps the system's own words."""
-    cause: BaseException = problem
-    while cause.__cause__ is not None:
-        cause = cause.__cause__
-    words = " ".join(str(cause).split())
-    return words or type(cause).__name__
+def _reason(problem: BaseException) -> str:
+    """What went wrong, in one line: the system's own words, which torch's writer hides behind its own."""
+    chain = [problem]
+    while (behind := chain[-1].__cause__ or chain[-1].__context__) is not None:
+        chain.append(behind)
+    found = next((one for one in chain if isinstance(one, OSError)), chain[-1])
+    return " ".join(str(found).split()) or type(found).__name__
 
 
 def _sync(folder: Path) -> None:

@@ -21,7 +21,7 @@ from torch import nn
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from vescale import scratch
 from vescale.anatomy import Anatomy
@@ -43,6 +43,7 @@ class Tree:
     replicating: Unit | None  # and, with replicas, the all-reduces of the one before
     root: ShardState | None  # the outermost module whose forward is running
     backwards: int  # that have ended
+    differentiable: bool  # a graph of this backward itself is made (create_graph), for a backward of it
     stepped: list[Unit]  # in this backward
     is_last_backward: bool  # False leaves the last reduce-scatter in flight when backward ends
     post_optim_event: Any  # the next forward waits for it before it gathers; then it is forgotten
@@ -52,6 +53,7 @@ class Tree:
         self.order, self.entered, self.hinted, self.stepped = [], [], set(), []
         self.reducing, self.replicating, self.root, self.callback_queued = None, None, None, False
         self.backwards, self.is_last_backward, self.post_optim_event = 0, True, None
+        self.differentiable = False
 
     def neighbours(self, state: ShardState, step: int) -> list[ShardState]:
         """The unit that ran after (+1) or before (-1) ``state`` in the recorded order; none at its ends."""
@@ -161,6 +163,7 @@ class ShardState:
         twin.in_backward, twin.owes, twin.pending, twin.to_run = False, False, 0, set()
         for name in ("modules", "parent", "unit", "tree", "controls", "forward_prefetch", "backward_prefetch"):
             setattr(twin, name, copy.deepcopy(getattr(self, name), memo))
+        twin.unit.driver = twin
         return twin
 
     @property
@@ -172,6 +175,14 @@ class ShardState:
         """Whether to free the whole parameters after forward; without gradients no backward will want them."""
         keep = self.reshard_after_forward is False or (self.reshard_after_forward is None and self.parent is None)
         return not (keep and torch.is_grad_enabled())
+
+    def keeps_part(self) -> bool:
+        """Whether to keep a share of the whole parameters for backward."""
+        return self.part_ranks is not None and torch.is_grad_enabled()
+
+    def reshards_after_backward(self) -> bool:
+        """Whether to free the whole parameters after backward; a backward of a backward will want them."""
+        return self.reshard_after_backward and not self.tree.differentiable
 
     @property
     def part_ranks(self) -> int | None:
@@ -216,19 +227,22 @@ class ShardState:
 
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         if not self._recomputing():
-            self._watch_outputs(output)
+            bare = self._watch_outputs(output)
             if torch._C._current_graph_task_id() == -1:
-                self._leave(module)
+                self._leave(module, keep=bare and torch.is_grad_enabled())
         if self.mp_policy.output_dtype is not None:
             output = _cast(output, self.mp_policy.output_dtype)
         return output
 
-    def _leave(self, module: nn.Module) -> None:
+    def _leave(self, module: nn.Module, *, keep: bool) -> None:
+        """A module is done; what it computed may have left by another way than its output, then backward comes unseen
+        and finds the parameters gathered (``keep``).
+        """
         self.to_run.discard(id(module))
         if self.tree.root is self:
             self._end_forward()
-        elif not self.to_run and self.reshards_after_forward():
-            self.unit.reshard(to_part=torch.is_grad_enabled())
+        elif not self.to_run and not keep and self.reshards_after_forward():
+            self.unit.reshard(to_part=self.keeps_part())
 
     def _end_forward(self) -> None:
         tree = self.tree
@@ -239,7 +253,7 @@ class ShardState:
             unfinished = state is self or bool(state.to_run)
             state.to_run.clear()
             if state in tree.hinted or (unfinished and state.reshards_after_forward()):
-                state.unit.reshard(to_part=unfinished and torch.is_grad_enabled())
+                state.unit.reshard(to_part=unfinished and state.keeps_part())
         tree.hinted.clear()
 
     def _prefetch(self, states: Sequence[ShardState]) -> None:
@@ -264,14 +278,19 @@ class ShardState:
 
     # --- backward ---
 
-    def _watch_outputs(self, output: Any) -> None:
-        """Runs ``_pre_backward`` once per forward, when the first gradient of an output arrives."""
-        if not torch.is_grad_enabled():
-            return
-        tensors: list[torch.Tensor] = []
-        _map_tensors(lambda t: tensors.append(t) if t.requires_grad else None, output)
-        if not tensors:
-            return
+    def _watch_outputs(self, output: Any) -> bool:
+        """Runs ``_pre_backward`` once per forward, when the first gradient of an output arrives.
+
+        Returns:
+            Whether no tensor was found in ``output``.
+        """
+        found: list[torch.Tensor] = []
+        _map_tensors(found.append, output)
+        if not found:  # attributes of objects that torch knows nothing of
+            _map_tensors(found.append, [vars(leaf) for leaf in tree_leaves(output) if hasattr(leaf, "__dict__")])
+        tensors = [tensor for tensor in found if tensor.requires_grad]
+        if not (tensors and torch.is_grad_enabled()):
+            return not found
         self.pending += 1
         fired: list[int] = []  # the backward in which it ran: one graph may have several
 
@@ -282,6 +301,7 @@ class ShardState:
 
         for tensor in tensors:
             tensor.register_hook(hook)
+        return False
 
     def _watch_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Routes the inputs through a node whose backward says that this module's backward is done."""
@@ -292,11 +312,15 @@ class ShardState:
         watched = dict(zip(found, _Watch.apply(self, *found.values()), strict=True))
         return _map_tensors(lambda t: watched.get(id(t), t), (args, kwargs))
 
+    def expect_grads(self) -> None:
+        """Gradients of this unit come in a backward: at its end they leave, whatever announced it or did not."""
+        if not self.tree.callback_queued:
+            self.tree.callback_queued, self.tree.differentiable = True, torch.is_grad_enabled()
+            Variable._execution_engine.queue_callback(self._end_backward)
+
     def _pre_backward(self) -> None:
         self.in_backward = self.owes = True
-        if not self.tree.callback_queued:
-            self.tree.callback_queued = True
-            Variable._execution_engine.queue_callback(self._end_backward)
+        self.expect_grads()
         if self.unshard_in_backward:
             self._whole()
         preceding = [state for state in self.tree.neighbours(self, -1) if state.pending and state.unshard_in_backward]
@@ -305,7 +329,7 @@ class ShardState:
     def _post_backward(self) -> None:
         """One forward's backward is done; after the last one, the gradients are complete and leave."""
         self.in_backward, self.pending = False, max(self.pending - 1, 0)
-        if self.reshard_after_backward and (self.pending == 0 or len(self.modules) == 1):
+        if self.reshards_after_backward() and (self.pending == 0 or len(self.modules) == 1):
             self.unit.reshard()  # first, so that the gradients that land have its memory
         if self.pending == 0:
             self._reduce()
@@ -323,7 +347,7 @@ class ShardState:
         tree = self.tree
         for state in reversed(tree.states):
             state.in_backward, state.pending = False, 0
-            if state.unit.unsharded and state.reshard_after_backward:
+            if state.unit.unsharded and state.reshards_after_backward():
                 state.unit.reshard()
             if state.owes or state.unit.has_unreduced:
                 state._reduce()

@@ -13,15 +13,18 @@ referenced by the flight until then.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.autograd.profiler
 
 from vescale.collectives import Handle
 
-Launch = Callable[[bool], "Handle | None"]  # starts one collective; True: asynchronously, and returns its handle
+
+class Launch(Protocol):
+    """Starts one collective; asynchronously, then it returns its handle, or not."""
+
+    def __call__(self, *, async_op: bool) -> Handle | None: ...
 
 
 class Flight:
@@ -57,10 +60,10 @@ class Lane:
             held: Tensors that it reads and writes.
         """
         if self._stream is None:
-            return Flight(start(True), None, *held)
+            return Flight(start(async_op=True), None, *held)
         self._stream.wait_stream(torch.accelerator.current_stream())
         with self._stream:
-            handle = start(False)
+            handle = start(async_op=False)
             event = self._stream.record_event()
         return Flight(handle, event, *held)
 

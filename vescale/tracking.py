@@ -1,12 +1,14 @@
 """Metrics of a run: every row goes to ``metrics.jsonl``, and to Weights & Biases when it can be had. Rank 0 only.
 
 The file is the record; W&B is a view of it. So nothing W&B does may stop or delay a run: whether its server answers is
-asked, with a deadline, before ``wandb.init`` is called; and whatever fails becomes one warning, after which the file
-goes on alone. This is the only file that imports wandb, and it does so inside a function.
+asked, with a deadline, before ``wandb.init`` is called, and whether it takes the key; whatever fails becomes one
+warning, after which the file goes on alone. Nor does a full disk stop a run: rows wait in memory until there is room.
+This is the only file that imports wandb, and it does so inside a function.
 """
 
 from __future__ import annotations
 
+import base64
 import configparser
 import json
 import logging
@@ -102,8 +104,10 @@ class Tracking:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "metrics.jsonl"
         _trim(path, first_step)
-        identity = self.id or os.environ.get("WANDB_RUN_ID") or id or _remembered(folder / "wandb-id")
-        (folder / "wandb-id").write_text(identity)
+        left = _remembered(folder / "wandb-id")
+        identity = self.id or os.environ.get("WANDB_RUN_ID") or id or left or secrets.token_hex(4)
+        if identity != left:  # a full disk would truncate it
+            (folder / "wandb-id").write_text(identity)
         run, where = self._start(folder, config=config or {}, identity=identity)
         return Tracker(path, id=identity, run=run, where=where)
 
@@ -115,8 +119,8 @@ class Tracking:
         if mode == "disabled":
             return None, FILE_ONLY
         server = _setting("base_url") or SERVER
-        key = mode != "offline" and _has_key(server)
-        answer = _Answer(server) if key else None  # asks while wandb is imported (0.8 s)
+        key = None if mode == "offline" else _key(server)
+        answer = None if key is None else _Answer(server, key)  # asks while wandb is imported (0.8 s)
         # wandb 0.31 reports on itself to the server even offline, and waits 10 s for a silent one when the process ends
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         try:
@@ -124,9 +128,9 @@ class Tracking:
         except Exception as error:  # not installed, or broken
             logger.warning("W&B cannot be imported (%s)", _line(error))
             return None, FILE_ONLY
-        if mode != "offline" and not (answer and answer.by(deadline)):
-            level = logging.INFO if self.mode == "auto" and not key else logging.WARNING
-            logger.log(level, "W&B is offline: %s", f"{server} does not answer" if key else "no API key")
+        if mode != "offline" and (problem := answer.problem(deadline) if answer else "no API key"):
+            level = logging.INFO if self.mode == "auto" and answer is None else logging.WARNING
+            logger.log(level, "W&B is offline: %s", problem)
             mode = "offline"
         for attempt in dict.fromkeys((mode, "offline")):
             try:
@@ -172,10 +176,11 @@ class Tracker:
 
     def __init__(self, path: Path, *, id: str, run: Any, where: str) -> None:
         self.path, self.id, self.where, self._run = path, id, where, run
-        self._file = path.open("ab")
+        self._file = path.open("ab", buffering=0)
+        self._waiting = b""  # lines that a full disk did not take
 
     def log(self, metrics: Mapping[str, Any], *, step: int, tokens: int) -> None:
-        """Appends one row, whole and flushed, and sends it to W&B in one call.
+        """Appends one row, whole, and sends it to W&B in one call; what the disk does not take waits for the next.
 
         Args:
             metrics: Numbers, words or truth values; a 0-d tensor is read, which waits for its device.
@@ -190,15 +195,29 @@ class Tracker:
             raise ValueError(f"tracking: expected metrics without {', '.join(sorted(taken))}, which every row has")
         row = {"step": int(step), "tokens": int(tokens), **{name: _plain(name, metrics[name]) for name in metrics}}
         words = {name: _word(value) for name, value in row.items()}
-        self._file.write(json.dumps(words, allow_nan=False).encode() + b"\n")
-        self._file.flush()  # one write of a whole line: a kill leaves it out or in
+        self._append(json.dumps(words, allow_nan=False).encode() + b"\n")
         self._tell("log", row)
 
     def finish(self, exit_code: int = 0) -> None:
         """Closes the file and ends the W&B run, as failed unless ``exit_code`` is 0. Again: does nothing."""
+        if self._waiting:
+            self._append(b"")
+        if self._waiting:
+            logger.warning("%s lacks its last %d rows", self.path, self._waiting.count(b"\n"))
         self._file.close()
         self._tell("finish", exit_code=exit_code)
-        self._run = None
+        self._run, self._waiting = None, b""
+
+    def _append(self, line: bytes) -> None:
+        """Writes what waits and ``line``; one write of a whole line: a kill leaves it out or in."""
+        first = not self._waiting
+        self._waiting += line
+        try:
+            while self._waiting:
+                self._waiting = self._waiting[self._file.write(self._waiting) :]
+        except OSError as error:
+            if first:
+                logger.warning("%s takes no row (%s): rows wait in memory, training goes on", self.path, _line(error))
 
     def __enter__(self) -> Tracker:
         return self
@@ -281,8 +300,8 @@ def _line(error: Exception) -> str:
 
 
 def _remembered(path: Path) -> str:
-    """Returns the identity that an earlier process left in the run's folder, or a new one."""
-    return (path.read_text().strip() if path.exists() else "") or secrets.token_hex(4)
+    """Returns the identity that an earlier process left in the run's folder, or nothing."""
+    return path.read_text().strip() if path.exists() else ""
 
 
 def _setting(name: str) -> str | None:
@@ -298,45 +317,74 @@ def _setting(name: str) -> str | None:
     return files.get("default", name, fallback=None) or None
 
 
-def _has_key(server: str) -> bool:
-    """Returns whether wandb would find credentials for ``server`` without asking somebody at a terminal."""
-    if _setting("api_key") or _setting("identity_token_file"):
-        return True
+def _key(server: str) -> str | None:
+    """Returns the key that wandb would find for ``server`` without asking somebody at a terminal.
+
+    "" where it has a token in a file instead, None where it has nothing.
+    """
+    if key := _setting("api_key"):
+        return key
+    if _setting("identity_token_file"):
+        return ""
     try:
-        return netrc.netrc(os.environ.get("NETRC")).authenticators(urlsplit(server).netloc) is not None
+        found = netrc.netrc(os.environ.get("NETRC")).authenticators(urlsplit(server).netloc)
     except (OSError, ValueError, netrc.NetrcParseError):
-        return False
+        return None
+    return found[2] if found else None
 
 
 class _Answer:
-    """A question to a server, on a thread of its own: looking up a name may take half a minute, and has no timeout."""
+    """A question to a server, on a thread of its own: looking up a name may take half a minute, and has no timeout.
 
-    def __init__(self, server: str) -> None:
-        self._url = f"{server.rstrip('/')}/graphql"
-        self._answered = threading.Event()
+    Asks who the key's owner is, as wandb does: a key that is refused would hold ``wandb.init`` up.
+    """
+
+    def __init__(self, server: str, key: str) -> None:
+        self._server, self._key = server, key
+        self._problem = f"{server} does not answer"
         self._ended = threading.Event()
         threading.Thread(target=self._ask, name="wandb-answer", daemon=True).start()
 
-    def by(self, deadline: float) -> bool:
-        """Returns whether an answer has come by ``deadline``, seconds of ``time.monotonic``; waits no longer."""
+    def problem(self, deadline: float) -> str:
+        """Returns what is wrong by ``deadline``, seconds of ``time.monotonic``, or nothing; waits no longer."""
         self._ended.wait(max(0.0, deadline - time.monotonic()))
-        return self._answered.is_set()
+        return self._problem
 
     def _ask(self) -> None:
         try:
-            given = {scheme: _setting(f"{scheme}_proxy") for scheme in ("http", "https")}
-            proxies = urllib.request.getproxies() | {scheme: proxy for scheme, proxy in given.items() if proxy}
-            opener = urllib.request.build_opener(urllib.request.ProxyHandler(proxies))
-            opener.open(self._url, timeout=10.0).close()  # seconds for each read; by() has the deadline
-            self._answered.set()
-        except urllib.error.HTTPError as error:  # it refuses the question (no credentials were sent) but it is there
-            error.close()
-            if error.code < 500:
-                self._answered.set()
+            self._problem = self._asked()
         except urllib.error.URLError as error:
             if isinstance(error.reason, ssl.SSLCertVerificationError):  # it is there; wandb may hold its certificate
-                self._answered.set()
+                self._problem = ""
         except Exception as error:  # a broken address or answer
-            logger.debug("no answer from %s (%s)", self._url, _line(error))
+            logger.debug("no answer from %s (%s)", self._server, _line(error))
         finally:
             self._ended.set()
+
+    def _asked(self) -> str:
+        body = json.dumps({"query": "query { viewer { id } }"}).encode()
+        url, kind = f"{self._server.rstrip('/')}/graphql", {"Content-Type": "application/json"}
+        question = urllib.request.Request(url, body, kind)
+        if self._key:
+            word = base64.b64encode(f"api:{self._key}".encode()).decode()
+            question.add_unredirected_header("Authorization", f"Basic {word}")  # no other server sees it
+        given = {scheme: _setting(f"{scheme}_proxy") for scheme in ("http", "https")}
+        proxies = urllib.request.getproxies() | {scheme: proxy for scheme, proxy in given.items() if proxy}
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler(proxies))
+        try:
+            with opener.open(question, timeout=10.0) as answer:  # seconds for each read; problem() has the deadline
+                said = answer.read(1 << 16)
+        except urllib.error.HTTPError as error:
+            error.close()
+            if error.code in (401, 403) and self._key:
+                return f"{self._server} refuses the API key (HTTP {error.code})"
+            return f"{self._server} does not answer" if error.code >= 500 else ""
+        return f"{self._server} refuses the API key" if self._key and _knows_nobody(said) else ""
+
+
+def _knows_nobody(said: bytes) -> bool:
+    """Whether a server's answer is that the key is nobody's."""
+    try:
+        return json.loads(said)["data"]["viewer"] is None
+    except (ValueError, KeyError, TypeError):
+        return False

@@ -12,7 +12,10 @@ from vescale.machine import Machine
 from vescale.memory import Dtypes, copies
 
 OVER_COPIES = "gradients, over copies"  # the line whose group is not the ranks that share a copy
+TOKENS = "tokens to experts and back"
+EXPERTS = ", experts"
 NORM = 4  # bytes of the gradient norm's square, summed over the ranks by clip_grad_norm_
+_SHARED = ("parameters, forward", "parameters, backward", "gradients")
 
 
 class Line(NamedTuple):
@@ -45,7 +48,7 @@ def model_collectives(
     """Returns the collectives of forward and backward, as ``fully_shard`` calls them in a step.
 
     Stages 0 to 2 gather once after the step, 0 and 1 reduce after the last micro-batch alone. A group of one rank is
-    called too, and moves nothing.
+    called too, and moves nothing. Dealt experts have lines of their own, which end with ``EXPERTS``.
 
     Args:
         blueprint: Of the ranks that share a copy; at stage 0 of one rank.
@@ -56,33 +59,54 @@ def model_collectives(
         replicas: Copies of the model, over which the shards of gradients are summed too.
     """
     lines: dict[str, Counter[Collective]] = {
-        "parameters, forward": Counter(),
-        "parameters, backward": Counter(),
-        "gradients": Counter(),
-        OVER_COPIES: Counter(),
+        what + whose: Counter() for whose in ("", EXPERTS) for what in (*_SHARED, OVER_COPIES)
     }
     gathers, reduces = (micro_batches if stage == 3 else 1), (micro_batches if stage > 1 else 1)
     for unit in blueprint.units:
         again = (unit is not blueprint.root) if regathers is None else regathers
-        for plan, trains in zip(unit.plans, unit.trainable, strict=True):
-            if copies(blueprint, dtypes):
+        for plan, trains, parts in zip(unit.plans, unit.trainable, unit.parts, strict=True):
+            whose = EXPERTS if parts > 1 else ""
+            if copies(plan, dtypes):
                 gathered = Collective("all_gather", plan.numel * dtypes.param)
-                lines["parameters, forward"][gathered] += gathers
-                lines["parameters, backward"][gathered] += micro_batches * again if stage == 3 else 0
+                lines["parameters, forward" + whose][gathered] += gathers
+                lines["parameters, backward" + whose][gathered] += micro_batches * again if stage == 3 else 0
             if trains:
-                lines["gradients"][Collective("reduce_scatter", plan.numel * dtypes.reduce)] += reduces
+                lines["gradients" + whose][Collective("reduce_scatter", plan.numel * dtypes.reduce)] += reduces
                 if stage == 0 or replicas > 1:
-                    lines[OVER_COPIES][Collective("all_reduce", plan.shard_size * dtypes.reduce)] += reduces
+                    reduced = Collective("all_reduce", plan.shard_size * dtypes.reduce)
+                    lines[OVER_COPIES + whose][reduced] += reduces
     return {what: +calls for what, calls in lines.items() if +calls}
 
 
-def step_collectives(buckets: Sequence[PlannedBucket]) -> dict[str, Counter[Collective]]:
+def token_collectives(
+    layers: int, *, nbytes: int, num_experts: int, micro_batches: int, recomputed: bool
+) -> dict[str, Counter[Collective]]:
+    """Returns the exchanges of tokens where experts are dealt, as ``models.expert_parallel`` calls them in a step.
+
+    Forward first tells how many tokens go where, sends them and gets what became of them; backward sends the gradients
+    the same two ways.
+
+    Args:
+        layers: With experts.
+        nbytes: Of a micro-batch's tokens, each as often as it has experts.
+        num_experts: Of a layer.
+        micro_batches: Of the step.
+        recomputed: Whether backward computes forward again.
+    """
+    times = layers * micro_batches
+    forwards = times * (2 if recomputed else 1)
+    told, sent = Collective("all_to_all", 8 * num_experts), Collective("all_to_all", nbytes)  # counts are int64
+    return {TOKENS: Counter({told: forwards, sent: 2 * forwards + 2 * times})} if times else {}
+
+
+def step_collectives(buckets: Sequence[PlannedBucket], *, dealt: bool = False) -> dict[str, Counter[Collective]]:
     """Returns the collectives of clipping and of the optimizer's step on one rank.
 
     Args:
         buckets: Of that rank.
+        dealt: Whether experts are, whose gradients add up over two more groups.
     """
-    lines = {"norm of the gradient": Counter({Collective("all_reduce", NORM): 1})}
+    lines = {"norm of the gradient": Counter({Collective("all_reduce", NORM): 3 if dealt else 1})}
     there: Counter[Collective] = Counter()
     back: Counter[Collective] = Counter()
     for bucket in buckets:
@@ -98,7 +122,9 @@ def total(lines: Iterable[Counter[Collective]]) -> Counter[Collective]:
     return sum(lines, Counter())
 
 
-def timed(lines: dict[str, Counter[Collective]], machine: Machine, ranks: int, replicas: int = 1) -> list[Line]:
+def timed(
+    lines: dict[str, Counter[Collective]], machine: Machine, ranks: int, replicas: int = 1, *, ep: int = 1
+) -> list[Line]:
     """Returns one line for each kind of call.
 
     Args:
@@ -106,10 +132,17 @@ def timed(lines: dict[str, Counter[Collective]], machine: Machine, ranks: int, r
         machine: That they run on.
         ranks: That share a copy of the model, neighbours on the machine.
         replicas: Copies; the ranks that hold the same part are ``ranks`` apart.
+        ep: Neighbours that deal the experts; those with the same ones are so far apart.
     """
+    groups = {
+        TOKENS: (ep, 1),
+        OVER_COPIES: (replicas, ranks),
+        OVER_COPIES + EXPERTS: (max(replicas // ep, 1), max(ranks, ep)),
+        **{what + EXPERTS: (max(ranks // ep, 1), ep) for what in _SHARED},
+    }
     found = []
     for what, calls in lines.items():
-        group, stride = (replicas, ranks) if what == OVER_COPIES else (ranks, 1)
+        group, stride = groups.get(what, (ranks, 1))
         seconds = sum(n * machine.seconds(call.name, call.nbytes, group, stride) for call, n in calls.items())
         nbytes = sum(call.nbytes * count for call, count in calls.items())
         found.append(Line(what, next(iter(calls)).name, calls.total(), nbytes, seconds))

@@ -26,6 +26,7 @@ from vescale import capacity, checkpoint, deterministic, record
 from vescale.collectives import same_on_every_rank
 from vescale.commit import preview
 from vescale.data import Batch, Prefetch, Samples, num_labels
+from vescale.feed import Feed
 from vescale.fsdp import fully_shard
 from vescale.garbage import Garbage
 from vescale.health import Health, first_bad
@@ -34,6 +35,7 @@ from vescale.journal import Journal
 from vescale.logit_clip import LogitClip, clipped_weights
 from vescale.mesh import make_expert_mesh, make_mesh, pick_device, process_group, rank_of_job
 from vescale.optimizer import Optimizer
+from vescale.peaks import known_peak
 from vescale.planner import SegmentPlan
 from vescale.profile import Profile
 from vescale.saver import Saver
@@ -102,6 +104,8 @@ class Trainer:
         self.device = pick_device(self.config.device)
         self.needed = capacity.check(self.model.named_parameters(), self.rules, ranks=world, device=self.device)
         self._check_folder()
+        if self.config.memory_snapshot is not None and self.device.type != "cuda":
+            raise ValueError(f"trainer.memory_snapshot: expected null on a {self.device.type}: CUDA alone records it")
         self.data = self.data_config.open()
         self._check_data()
         extra, path = self._extra_of_newest()
@@ -174,7 +178,7 @@ class Trainer:
                     loss, norm = self._step_or_say_why()
                     self.step += 1
                     self._look(loss, norm)
-                    self.profile.end(self.step, self._say)
+                    self.profile.end(self.step)
                     advance()
                     beat()
                     agreed.wait()
@@ -196,8 +200,7 @@ class Trainer:
         """
         self._schedule()
         loss, norm, tokens = self._gradient(self.step, max_norm=self.config.max_grad_norm or math.inf)
-        self._take(loss, norm)
-        self.loads = self.model.finish_step()
+        self.loads = self.model.finish_step(skip=self._take(loss, norm))
         self.optimizer.zero_grad()
         self._counted += tokens
         return loss, norm
@@ -233,15 +236,21 @@ class Trainer:
         total = deterministic.in_order(losses, places, count=self.config.global_batch)
         return total.to(self.device), exact.clip_(max_norm)
 
-    def _take(self, loss: Tensor, norm: Tensor) -> None:
-        """Steps the optimizer unless the step is bad: the host knows at once on a CPU, the device alone on a GPU."""
+    def _take(self, loss: Tensor, norm: Tensor) -> Tensor:
+        """Steps the optimizer unless the step is bad: the host knows at once on a CPU, the device alone on a GPU.
+
+        Returns:
+            () float32, 1.0 where the step was left out.
+        """
         if self.device.type != "cpu":
             self.health.settle(self._replay)
-            self.optimizer.step(skip=self.health.judge(self.step + 1, loss, norm))
-            return
-        self.health.judge(self.step + 1, loss, norm)
+            skip = self.health.judge(self.step + 1, loss, norm)
+            self.optimizer.step(skip=skip)
+            return skip
+        skip = self.health.judge(self.step + 1, loss, norm)
         if not self.health.settle(self._replay):
             self.optimizer.step()
+        return skip
 
     def _replay(self, step: int) -> str:
         """Returns which tensor of a step that was not taken is the first that is not finite."""
@@ -264,7 +273,7 @@ class Trainer:
 
     def _evaluate(self, samples: Samples) -> float:
         losses, counts = [], []
-        for input_ids, labels in self._validation_batches(samples):
+        for input_ids, labels in map(self._to_device, self.feed.validation(samples, self.config.eval_sequences)):
             losses.append(self.model(input_ids, labels))
             counts.append(num_labels(labels))
         tokens = int(self._sum(torch.stack(counts).sum()))
@@ -294,10 +303,12 @@ class Trainer:
         self._counted = torch.zeros((), dtype=torch.int64, device=self.device)
         self.exact = deterministic.Gradient(self.model) if self.config.deterministic else None
         config = self.config
-        self.batches = Prefetch(self._samples, last=config.steps)
+        share: dict[str, int] = {"micro_batches": self.micro_batches, "micro_size": self.micro_size}
+        self.feed = Feed(self.data.train, global_batch=config.global_batch, interleaved=config.deterministic, **share)
+        self.batches = Prefetch(self.feed.step, last=config.steps)
         self.health = Health(skips=config.skip_non_finite, spike=config.spike, device=self.device)
         self.saver = Saver(self.checkpoints, keep=config.keep, keep_every=config.keep_every)
-        options: dict[str, Any] = {"steps": config.profile, "memory_step": config.memory_snapshot}
+        options: dict[str, Any] = {"steps": config.profile, "memory_step": config.memory_snapshot, "say": self._say}
         self.profile = Profile(self.run_dir, rank=dist.get_rank(), device=self.device, **options)
 
     def _deal_experts(self) -> None:
@@ -334,10 +345,12 @@ class Trainer:
             self.health.load(extra.get("health", {}))
         self.step, self._kept = extra["step"], None if path is None else extra["step"]
         self._counted += extra["tokens"]
-        if self.lead:
-            for line in wrong:
-                print(f"passed over: {line}")
-            self._open(path, extra)
+        for line in wrong:
+            self._say(f"passed over: {line}")
+        try:
+            checkpoint.together(lambda: self._open(path, extra) if self.lead else None)
+        except OSError as problem:
+            raise Stopped(f"run_dir: {self.run_dir} cannot be written: {problem}") from None
 
     def _newest_good(self) -> tuple[Path | None, list[str]]:
         """Returns the newest checkpoint whose checksums agree, and what is wrong with newer ones; each rank looks at
@@ -356,17 +369,19 @@ class Trainer:
         """Opens the metrics after what the checkpoint at ``path`` knows of, and says what begins."""
         self.run_dir.mkdir(parents=True, exist_ok=True)
         checkpoint.write_json(self.run_dir / "config.json", self.settings)
-        checkpoint.write_json(self.run_dir / "plan.json", record.drawing(self.model))
+        drawn = record.drawing(self.model)
+        checkpoint.write_json(self.run_dir / "plan.json", drawn)
         first = self.step + 1 if path is not None else 0
         world, identity = dist.get_world_size(), extra.get("tracking_id")
         self.facts = record.facts(self.settings, data=self.data.describe(), world=world, device=self.device)
         shown = {**self.settings, "record": {key: value for key, value in self.facts.items() if key != "config"}}
+        shown["plan"] = {"optimizer": self.optimizer.report().splitlines(), "segments": record.segments(drawn)}
         tracker = self.tracking.open(self.run_dir, config=shown, first_step=first, id=identity)
         self.journal = Journal(
             tracker,
             steps=self.config.steps,
             flops_per_token=self.model_config.flops_per_token(self.data_config.seq_len),
-            peak_flops=self.config.peak_tflops and self.config.peak_tflops * 1e12,
+            peak_flops=self.config.peak_tflops * 1e12 if self.config.peak_tflops else known_peak(self.device),
             ranks=world,
             step=self.step,
             tokens=extra["tokens"],
@@ -554,23 +569,6 @@ class Trainer:
         scale = self.config.schedule.scale(self.step)
         for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
             group["lr"] = peak * scale
-
-    def _samples(self, step: int) -> list[Batch]:
-        """This rank's part of a step: of the samples [s * global_batch, ...), an equal stretch per rank."""
-        share, world = self.micro_batches * self.micro_size, dist.get_world_size()
-        if self.exact is not None:  # neighbours run at the same time
-            first = step * self.config.global_batch + dist.get_rank()
-            return [self.data.train.read(start, 1) for start in range(first, first + share * world, world)]
-        first = step * self.config.global_batch + dist.get_rank() * share
-        return [self.data.train.read(start, self.micro_size) for start in range(first, first + share, self.micro_size)]
-
-    def _validation_batches(self, samples: Samples) -> Iterator[Batch]:
-        """As many batches on every rank, since each forward gathers parameters; what is past the end counts nothing."""
-        count = min(self.config.eval_sequences or samples.num_samples, samples.num_samples)
-        stride = self.micro_size * dist.get_world_size()
-        for begin in range(0, count, stride):
-            start = begin + dist.get_rank() * self.micro_size
-            yield self._to_device(samples.read(start, self.micro_size, counted=count - start))
 
     def _to_device(self, batch: Batch) -> Batch:
         return Batch(*(tensor.to(self.device, non_blocking=True) for tensor in batch))

@@ -23,7 +23,10 @@ def uneven(trainer: Trainer, capacity: Sequence[int]) -> dict[str, Any]:
 
     Raises:
         ValueError: If a capacity is not a positive number.
+        NotImplementedError: If experts are dealt.
     """
+    if trainer.parallelism.ep > 1:
+        raise NotImplementedError(f"capacity: unequal ranks are not planned with ep={trainer.parallelism.ep}; use ep=1")
     trainer.shard()
     plans = [plan for _, unit in preview(trainer.model, len(capacity), capacity=capacity) for plan in unit]
     held = [0] * len(capacity)

@@ -28,11 +28,11 @@ Buffers of one segment (S = shard size, m ranks)::
 
 from __future__ import annotations
 
-import copy
 import functools
 import os.path
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -44,6 +44,8 @@ from torch.distributed.tensor import Partial, Replicate
 
 from vescale import collectives, scratch
 from vescale.aliases import copy_in, intact, realias_grads, realias_param, strangers
+from vescale.collectives import Handle
+from vescale.comms import Comms
 from vescale.counting import Counters
 from vescale.dbuffer import DBuffer
 from vescale.kernels.accumulate import accumulate_
@@ -51,7 +53,7 @@ from vescale.member import HOME as HOME
 from vescale.member import PENDING as PENDING
 from vescale.member import Home as Home
 from vescale.member import Member as Member
-from vescale.member import Part, own_attributes
+from vescale.member import Part, own_attributes, put
 from vescale.member import Segment as Segment
 from vescale.member import home_of as home_of
 from vescale.member import member_specs as member_specs
@@ -67,6 +69,7 @@ class Controls:
     requires_all_reduce: bool = True  # over replicas; one mesh axis has none
     divide_factor: float | None = None  # None divides by the number of ranks
     all_reduce_hook: Callable[[torch.Tensor], None] | None = None  # sees each reduced shard before it is accumulated
+    comms: Comms = field(default_factory=Comms)
 
 
 class Reduction(NamedTuple):
@@ -101,6 +104,7 @@ class Unit:
     counters: Counters
     name: str  # of the modules, as far as its parameters' names agree; labels the profiler's ranges
     after_reduce: Callable[[Unit], None] | None  # called when fresh gradients lie in the shards; may step and free them
+    driver: Any  # the ShardState of the call; told when backward writes the first gradient that no reduce has taken
     has_fresh_grads: bool  # gradients were added that ``after_reduce`` has not seen
 
     def __init__(
@@ -118,6 +122,7 @@ class Unit:
         self.mesh, self.mp_policy, self.controls = mesh, mp_policy, controls
         self.offload_policy, self.zero, self.part_group = offload_policy or OffloadPolicy(), zero, part_group
         self.counters, self.after_reduce, self.has_fresh_grads = Counters(), None, False
+        self.driver = None
         self.name = _common_name([member.name for member in members])
         self._gathers: list[Flight] = []
         self._reduces: list[Reduction] = []
@@ -193,9 +198,11 @@ class Unit:
         self.counters.reduces += 1
         self.counters.reduce_bytes += partial.nbytes
         alone = partial.plan.num_ranks == 1
-        shard = partial.slot() if alone else partial.local.new_empty(partial.plan.shard_size)
-        lane = lanes_of(shard.device).reduce
-        flight = lane.launch(lambda async_op: partial.reduce_into(shard, async_op=async_op), partial.local, shard)
+        comms = self.controls.comms
+        with comms.pool():
+            shard = partial.slot() if alone else partial.local.new_empty(partial.plan.shard_size)
+        reduce = functools.partial(comms.reduce, shard, partial.local, group=partial.group)
+        flight = lanes_of(shard.device).reduce.launch(reduce, partial.local, shard)
         return Reduction(segment, shard, flight, None if alone else partial.local)
 
     def take_partial(self, segment: Segment) -> DBuffer:
@@ -239,9 +246,8 @@ class Unit:
         if segment.partial is not None:
             shard.add_(segment.partial)
             segment.partial = None
-        lane = lanes_of(shard.device).reduce
         start = functools.partial(collectives.all_reduce, shard, group=replicas)
-        return Reduction(segment, shard, lane.launch(lambda async_op: start(async_op=async_op), shard), None)
+        return Reduction(segment, shard, lanes_of(shard.device).reduce.launch(start, shard), None)
 
     def _hold(self, reduction: Reduction) -> None:
         """Keeps a sum over the shards, in the reduce dtype, until a backward that reduces over the replicas too."""
@@ -285,19 +291,22 @@ class Unit:
         version = segment.version()
         if segment.gathered == version or full.local is master.local:
             return
-        full.local.untyped_storage().resize_(full.nbytes)
+        with self.controls.comms.pool():
+            full.local.untyped_storage().resize_(full.nbytes)
         self.counters.gathers += 1
         self.counters.gather_bytes += full.nbytes
-        lane = lanes_of(full.local.device).gather
+        own, group, source = full.slot(), full.group, master.local
         if part is None or part.version != version:
-            self.counters.cast_bytes += full.nbytes // full.plan.num_ranks
-            flight = lane.launch(lambda async_op: master.gather_into(full, async_op=async_op), full.local)
+            self.counters.cast_bytes += own.nbytes
         else:
-            own = self._own_part(segment).copy_(part.local)
-            gather = functools.partial(collectives.all_gather, full.local, own, group=self.part_group)  # type: ignore[arg-type]
-            flight = lane.launch(lambda async_op: gather(async_op=async_op), full.local)
+            own, group, source = self._own_part(segment), self.part_group, part.local  # type: ignore[assignment]
+
+        def start(*, async_op: bool) -> Handle | None:
+            own.copy_(source)
+            return self.controls.comms.gather(full.local, own, group=group, async_op=async_op)
+
+        self._gathers.append(lanes_of(full.local.device).gather.launch(start, full.local, source))
         segment.gathered, segment.part = version, None
-        self._gathers.append(flight)
 
     def _own_part(self, segment: Segment) -> torch.Tensor:
         """This rank's share of the gathered buffer among the ``n`` ranks of ``part_group``, (m * S / n,)."""
@@ -319,14 +328,14 @@ class Unit:
     def _slot(self, segment: Segment, index: int) -> torch.Tensor:
         """Where the gradient of a whole parameter is to be written; ``param.grad_slot``."""
         self.counters.grads_in_place += 1
-        return self._grad_full(segment).view(index)
+        return self._grad_view(segment, index)
 
     def _take(self, segment: Segment, index: int, param: Any) -> None:
         """The post-accumulate hook of a whole parameter: its gradient goes to its slot, by one copy."""
         grad, param.grad = param.grad, None
         if grad is None:  # a layer wrote the slot and returned nothing
             return
-        slot = self._grad_full(segment).view(index)
+        slot, grad = self._grad_view(segment, index), grad.to_dense() if grad.is_sparse else grad
         if param.grad_slot_written:
             slot.add_(grad)
         else:
@@ -408,6 +417,10 @@ class Unit:
         segment.trainable = any(param.requires_grad for param in segment.sharded)
         for index, (param, whole) in enumerate(zip(segment.sharded, segment.unsharded, strict=False)):
             if param.requires_grad != whole.requires_grad:
+                if whole.grad_slot_written:  # type: ignore[attr-defined]
+                    raise ValueError(
+                        f"{segment.members[index].name} was frozen with gradients that are not reduced yet"
+                    )
                 self.reshard()  # while the modules hold the one that is replaced, nothing is
                 segment.unsharded[index] = self._unsharded_parameter(segment, index, whole.data)
 
@@ -448,59 +461,38 @@ class Unit:
             member.param = param  # the whole tensor is not kept alive
         return segment
 
-    def copied(self, memo: dict[int, Any]) -> Unit:
-        """Returns a unit of the same plan with a copy of the master shards and without gradients, for ``deepcopy``.
-
-        Args:
-            memo: Of the deepcopy; learns the unit and each of its parameters. ``move_in`` follows once it knows the
-                modules.
-        """
-        self.reshard()
-        twin = memo[id(self)] = copy.copy(self)
-        twin.controls = copy.deepcopy(self.controls, memo)
-        twin._gathers, twin._reduces, twin.counters, twin.after_reduce = [], [], Counters(), None
-        twin.segments = [twin._copied_segment(segment, memo) for segment in self.segments]
-        return twin
-
-    def _copied_segment(self, old: Segment, memo: dict[int, Any]) -> Segment:
-        master = old.master.sibling(old.master.placement, old.master.local.clone())
-        segment = Segment(old.plan, [replace(member) for member in old.members], master, old.trainable)
-        for index, (member, param) in enumerate(zip(segment.members, old.sharded, strict=True)):
-            twin = memo[id(param)] = nn.Parameter(master.tensor(index), requires_grad=param.requires_grad)
-            twin.__dict__.update(copy.deepcopy(own_attributes(param), memo) | {HOME: Home(self, segment, index)})
-            segment.sharded.append(twin)
-            member.param = twin
-        return segment
-
-    def move_in(self, memo: dict[int, Any]) -> None:
-        """Points a copied unit at the copied modules."""
-        for segment in self.segments:
-            for member in segment.members:
-                member.homes = [(memo[id(module)], attribute) for module, attribute in member.homes]
-
     def apply_(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Moves or casts the master shards by ``fn``, as ``nn.Module._apply`` does.
+        """Moves or casts the shards of masters and gradients by ``fn``, as ``nn.Module._apply`` does.
 
         The Parameter objects stay the same objects.
         """
         self.reshard()
         for segment in self.segments:
-            local = fn(segment.master.local)
-            segment.master = segment.master.sibling(segment.master.placement, local)
+            realias_grads(segment)
+            old, shard = segment.grad, segment.master.placement
+            segment.master = segment.master.sibling(shard, fn(segment.master.local))
             segment.master.zero_gaps()  # to_empty promises nothing, and padding must be zero
-            segment.full, segment.grad, segment.unsharded = None, None, []
-            segment.gathered, segment.part = None, None
+            segment.grad = None if old is None else segment.master.sibling(shard, fn(old.local))
+            segment.full, segment.unsharded, segment.gathered, segment.part = None, [], None, None
             for index, param in enumerate(segment.sharded):
-                grad = param.grad
+                grad = None if param.grad is None or segment.grad is None else segment.grad.tensor(index)
                 moved = nn.Parameter(segment.master.tensor(index), requires_grad=param.requires_grad)
                 moved.__dict__.update(param.__dict__)
+                param.grad = None
                 torch.utils.swap_tensors(param, moved)
-                param.grad = None if grad is None else fn(grad)
+                param.grad = grad
 
     def _full(self, segment: Segment) -> DBuffer:
-        """The gathered buffer and the parameters that are views of it, made at the first unshard."""
+        """The gathered buffer and the parameters that are views of it, made at the first unshard.
+
+        Raises:
+            ValueError: If the parameters have no memory yet.
+        """
         if segment.full is None:
             master = segment.master
+            if master.local.is_meta:
+                name = segment.members[0].name
+                raise ValueError(f"{name} is on the meta device; call vescale.materialize(model, device) or to_empty()")
             dtype = (
                 self.mp_policy.param_dtype
                 if self.mp_policy.param_dtype and master.local.is_floating_point()
@@ -526,38 +518,61 @@ class Unit:
         param.__dict__.update(own_attributes(segment.sharded[index]))
         if trainable:
             param.grad_slot = functools.partial(self._slot, segment, index)  # type: ignore[attr-defined]
-            param.register_post_accumulate_grad_hook(functools.partial(self._take, segment, index))
+            param.register_post_accumulate_grad_hook(_taker(self, segment, index))
         param.grad_slot_written = False  # type: ignore[attr-defined]
         return param
 
     def _grad_full(self, segment: Segment) -> DBuffer:
         if segment.grad_full is None:
-            dtype = self.mp_policy.reduce_dtype or self._full(segment).local.dtype
-            local = scratch.take(segment.plan.numel, dtype, self._device(segment.master.local))
+            dtype = self._full(segment).local.dtype
+            if dtype.is_floating_point:  # of complex ones a real sum would lose half
+                dtype = self.mp_policy.reduce_dtype or dtype
+            with self.controls.comms.pool():
+                local = scratch.take(segment.plan.numel, dtype, self._device(segment.master.local))
             segment.grad_full = segment.master.sibling(Partial(), local)
         return segment.grad_full
 
+    def _grad_view(self, segment: Segment, index: int) -> torch.Tensor:
+        if segment.grad_full is None and self.driver is not None:
+            self.driver.expect_grads()
+        return self._grad_full(segment).view(index)
+
     def _device(self, master: torch.Tensor) -> torch.device:
         """Where to compute: where the masters are, unless these are offloaded."""
-        return _mesh_device(self.mesh) if isinstance(self.offload_policy, CPUOffloadPolicy) else master.device
+        return mesh_device(self.mesh) if isinstance(self.offload_policy, CPUOffloadPolicy) else master.device
 
     def _master_device(self, members: Sequence[Member]) -> torch.device:
         """Meta stays meta; anything else goes to the mesh's device, as FSDP2 does, or is offloaded."""
         if any(member.param.is_meta for member in members):
             return torch.device("meta")
-        return torch.device("cpu") if isinstance(self.offload_policy, CPUOffloadPolicy) else _mesh_device(self.mesh)
+        return torch.device("cpu") if isinstance(self.offload_policy, CPUOffloadPolicy) else mesh_device(self.mesh)
 
     def _swap(self, side: str) -> None:
         for segment in self.segments:
             for member, param in zip(segment.members, getattr(segment, side), strict=True):
                 for module, attribute in member.homes:
-                    module._parameters[attribute] = param
+                    put(module, attribute, param)
 
 
-def _mesh_device(mesh: DeviceMesh) -> torch.device:
+def mesh_device(mesh: DeviceMesh) -> torch.device:
+    """Returns this rank's device of a mesh."""
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+
+
+def _taker(unit: Unit, segment: Segment, index: int) -> Callable[[Any], None]:
+    """The hook that calls ``unit._take``; a strong reference would go through C++, where no collector finds the way
+    back to the parameter, and no model would ever be freed.
+    """
+    owner, of = weakref.ref(unit), weakref.ref(segment)
+
+    def take(param: Any) -> None:
+        alive, where = owner(), of()
+        if alive is not None and where is not None:
+            alive._take(where, index, param)
+
+    return take
 
 
 def _land(reduction: Reduction) -> tuple[Segment, torch.Tensor]:

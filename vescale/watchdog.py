@@ -85,11 +85,19 @@ class Watchdog:
     def _watch(self) -> None:
         while not self._over.wait(min(1.0, (self.timeout_s or 1.0) / 4)):
             if time.monotonic() > self._deadline:
-                line = self._line()
+                line = self._agreed()
                 if not self._over.is_set():
                     print(f"vescale.train: {line}", file=sys.stderr, flush=True)
                     self.end(HUNG)
                 return
+
+    def _agreed(self) -> str:
+        """Returns the line that all ranks print, or this rank's own where they cannot meet: on a full disk, say."""
+        try:
+            return self._line()
+        except OSError as problem:
+            own = diagnose({self.rank: collectives()}, seconds=self.timeout_s or 0)
+            return f"{own}; of the other ranks nothing is known: {problem}"
 
     def _line(self) -> str:
         """Meets the other ranks and returns the line that all of them print."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 
 from optimizers.kernels.language import jit, runs_kernels, tl
 from optimizers.kernels.momentum import lerp
@@ -94,26 +94,64 @@ def adamw_torch(
     low: Tensor | None = None,
 ) -> None:
     """The twin: torch's fused AdamW. On CPU its bits do not depend on cuts at multiples of eight elements or more."""
-    adamw(
-        [param],
-        [grad],
-        [exp_avg],
-        [exp_avg_sq],
-        [],
-        # torch counts the step in the tensor it is given; the counter is the caller's.
-        [step.clone()],
-        fused=True,
-        found_inf=skip,
-        amsgrad=False,
-        beta1=betas[0],
-        beta2=betas[1],
-        lr=lr,
-        weight_decay=weight_decay,
-        eps=eps,
-        maximize=False,
-    )
+    _fused([param], [grad], [exp_avg], [exp_avg_sq], [step], lr, betas, eps, weight_decay, skip)
     if low is not None:
         low.copy_(param)
+
+
+def adamw_each_(
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    steps: list[Tensor],
+    *,
+    lr: float | Tensor,
+    betas: Sequence[float],
+    eps: float,
+    weight_decay: float,
+    skip: Tensor | None = None,
+) -> None:
+    """``adamw_`` of several runs, in one call of torch's operator where no kernel runs; takes its options but ``low``.
+
+    Sizes and dtypes are not checked: the runs of a buffer are asked for at every step.
+    """
+    if not runs_kernels(params[0]):
+        _fused(params, grads, exp_avgs, exp_avg_sqs, steps, lr, betas, eps, weight_decay, skip)
+        return
+    for each in zip(params, grads, exp_avgs, exp_avg_sqs, steps, strict=True):
+        adamw_triton(*each, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, skip=skip)
+
+
+def _fused(
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    steps: list[Tensor],
+    lr: float | Tensor,
+    betas: Sequence[float],
+    eps: float,
+    weight_decay: float,
+    skip: Tensor | None,
+) -> None:
+    """The operator under ``torch.optim.AdamW(fused=True)``, whose own way there takes longer than a small run does."""
+    torch._fused_adamw_(
+        params,
+        grads,
+        exp_avgs,
+        exp_avg_sqs,
+        [],
+        torch._foreach_add(steps, 1),
+        lr=lr,
+        beta1=betas[0],
+        beta2=betas[1],
+        weight_decay=weight_decay,
+        eps=eps,
+        amsgrad=False,
+        maximize=False,
+        found_inf=skip,
+    )
 
 
 def adamw_triton(

@@ -1,4 +1,4 @@
-"""Steps to AdamW's final validation loss: every rule on one small Llama and the shipped text.
+"""Steps to AdamW's final validation loss: every rule on one Llama of a million parameters and the shipped text.
 
 The same grid of learning rates, a factor of two apart, for every rule, extended where the best is at its edge; one seed
 for the grid, three for the result. One process, one thread; each run is written to the file when it ends, and a file
@@ -34,12 +34,12 @@ from optimizers import WarmupCosine
 from vescale import Optimizer, Rules
 from vescale.data import TextData
 
-STEPS, BATCH, SEQ_LEN, EVERY, VALIDATION = 600, 8, 64, 20, 64
+STEPS, BATCH, SEQ_LEN, EVERY, VALIDATION = 600, 4, 64, 20, 32
 MODEL = dict(
-    vocab_size=320, hidden_size=64, intermediate_size=192, num_hidden_layers=3, num_attention_heads=4,
+    vocab_size=320, hidden_size=128, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
     num_key_value_heads=2, max_position_embeddings=SEQ_LEN
 )  # fmt: skip
-LRS = (0.0025, 0.005, 0.01, 0.02, 0.04)
+LRS = (0.00125, 0.0025, 0.005, 0.01, 0.02)
 SEEDS = (0, 1, 2)
 MAX_GRAD_NORM = 1.0
 REST: dict[str, Any] = dict(betas=(0.9, 0.95), weight_decay=0.1)
@@ -65,7 +65,7 @@ def settings(name: str, lr: float, seed: int) -> dict[str, Any]:
     """Returns everything that a run's numbers follow from, as plain values."""
     return {
         "rule": name, "matrices": MATRICES[name], "rest": REST, "lr": lr, "seed": seed, "model": MODEL, "steps": STEPS,
-        "batch": BATCH, "seq_len": SEQ_LEN, "max_grad_norm": MAX_GRAD_NORM,
+        "batch": BATCH, "seq_len": SEQ_LEN, "max_grad_norm": MAX_GRAD_NORM, "validation": VALIDATION, "every": EVERY,
     }  # fmt: skip
 
 
@@ -185,8 +185,10 @@ def show(found: dict[str, list[dict[str, Any]]]) -> None:
 
 def plot(found: dict[str, list[dict[str, Any]]], file: Path) -> None:
     """Draws the curves of the three seeds of each rule."""
-    import matplotlib
-
+    try:
+        import matplotlib
+    except ImportError:
+        raise SystemExit("--plot needs matplotlib: pip install matplotlib") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -207,9 +209,11 @@ def verify(file: Path) -> None:
     """Runs two drawn cells of a file again.
 
     Raises:
-        SystemExit: If a final loss differs by more than 1 %.
+        SystemExit: If a cell is of another configuration, or its final loss differs by more than 1 %.
     """
     for old in random.sample(json.loads(file.read_text())["runs"], 2):
+        if old["hash"] != digest(settings(old["rule"], old["lr"], old["seed"])):
+            raise SystemExit(f"{file}: {old['rule']} lr {old['lr']} seed {old['seed']} is of another configuration")
         new = train(old["rule"], old["lr"], old["seed"])
         print(f"{old['rule']} lr {old['lr']} seed {old['seed']}: {old['final']:.4f} then, {new['final']:.4f} now")
         if not abs(new["final"] / old["final"] - 1) <= 0.01:

@@ -1,64 +1,88 @@
 """Validation loss of moe_debug against a dense model of as many active parameters, after the same tokens; three seeds.
 
-    python tests/bench/experts.py [--steps 250] [--json FILE]
-
 The dense model is the same recipe with every layer dense (``first_k_dense_replace``): a layer of 384 between its
-projections instead of two of sixteen experts and a shared one of 128 each. Also prints the load of the busiest expert
-over the mean, the largest of the last quarter of the run's log lines.
+projections instead of two of sixteen experts and a shared one of 128 each. The load is the tokens of the busiest expert
+of a step over the mean: the largest of any layer among the log lines of the last quarter of the run, and of all lines
+but those of the first quarter, in which the balance begins. One run at a time; each is written to the file when it
+ends, and a file that exists is continued::
+
+    python tests/bench/experts.py --json FILE [--steps 250]
 """
 
 from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from report import arguments, machine, publish, row
+from report import arguments, machine
+from rich.console import Console
+from rich.table import Table
 
-MODELS = {"ours": [], "peer": ["model.first_k_dense_replace=5"]}
+MODELS: dict[str, list[str]] = {"experts": [], "dense": ["model.first_k_dense_replace=5"]}
 SEEDS = (0, 1, 2)
 
 
-def train(system: str, seed: int, steps: int) -> dict[str, Any]:
-    """Runs one model on one rank by the command a user would type; returns its rows of metrics."""
+def train(model: str, seed: int, steps: int) -> dict[str, Any]:
+    """Runs one model on one rank by the command a user would type; returns its final loss and its loads by step."""
     with tempfile.TemporaryDirectory() as scratch:
         words = [f"trainer.seed={seed}", f"trainer.steps={steps}", f"run_dir={scratch}/run", "tracking.mode=disabled"]
-        words += ["trainer.save_every=1000000", "trainer.eval_every=1000000", *MODELS[system]]
+        words += ["trainer.save_every=1000000", "trainer.eval_every=1000000", *MODELS[model]]
         command = [sys.executable, "-m", "vescale.train", "recipe=moe_debug_muon", *words]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         subprocess.run(command, check=True, env=environment, capture_output=True, cwd=scratch)
         lines = [json.loads(line) for line in (Path(scratch) / "run" / "metrics.jsonl").read_text().splitlines()]
-    final = [line["validation_loss"] for line in lines if "validation_loss" in line][-1]
-    late = [line for line in lines if line.get("step", 0) > 0.75 * steps]
-    loads = [value for line in late for key, value in line.items() if key.startswith("expert_load/")]
-    print(f"{system} seed {seed}: {final:.4f}, load {max(loads, default=0):.2f}", file=sys.stderr, flush=True)
-    return {"system": system, "seed": seed, "final": final, "load": max(loads, default=0.0), "rows": lines}
+    (final,) = [line["validation_loss"] for line in lines if "validation_loss" in line]
+    loads = {
+        line["step"]: round(max(value for key, value in line.items() if key.startswith("expert_load/")), 3)
+        for line in lines
+        if any(key.startswith("expert_load/") for key in line)
+    }
+    print(f"{model} seed {seed}: {final:.4f}", file=sys.stderr, flush=True)
+    return {"model": model, "seed": seed, "steps": steps, "final": final, "loads": loads}
+
+
+def runs(file: Path, steps: int) -> list[dict[str, Any]]:
+    """Returns the six runs, from the file or by training."""
+    found = json.loads(file.read_text())["runs"] if file.exists() else []
+    known = {(run["model"], run["seed"], run["steps"]) for run in found}
+    for seed in SEEDS:
+        for model in MODELS:
+            if (model, seed, steps) not in known:
+                found.append(train(model, seed, steps))
+                file.write_text(json.dumps({"machine": machine(), "runs": found}))
+    return [run for run in found if run["steps"] == steps]
+
+
+def show(found: list[dict[str, Any]], steps: int) -> None:
+    """Prints the table."""
+    table = Table(title=f"moe_debug_muon, {steps} steps: validation loss, nats per byte ({machine()})")
+    for column in ("model", "seeds 0, 1, 2", "mean", "sd", "load, last quarter", "load, after the first"):
+        table.add_column(column)
+    for model in MODELS:
+        mine = sorted((run for run in found if run["model"] == model), key=lambda run: run["seed"])
+        finals = [run["final"] for run in mine]
+        late = [max((v for s, v in run["loads"].items() if int(s) > 0.75 * steps), default=0) for run in mine]
+        rest = [max((v for s, v in run["loads"].items() if int(s) > 0.25 * steps), default=0) for run in mine]
+        cells = (" ".join(f"{value:.3f}" for value in values) for values in (late, rest))
+        numbers = (f"{statistics.mean(finals):.3f}", f"{statistics.stdev(finals):.3f}")
+        table.add_row(model, " ".join(f"{value:.3f}" for value in finals), *numbers, *cells)
+    Console(width=120).print(table)
 
 
 def main() -> None:
-    """Reads the arguments, runs two models at a time, publishes."""
+    """Reads the arguments, runs, prints."""
     parser = arguments("A mixture of experts against a dense model of as many active parameters.")
     parser.add_argument("--steps", type=int, default=250)
     options = parser.parse_args()
-    cells = [(system, seed, options.steps) for seed in SEEDS for system in MODELS]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        runs = list(pool.map(lambda cell: train(*cell), cells))
-    finals = {system: [run["final"] for run in runs if run["system"] == system] for system in MODELS}
-    loads = [run["load"] for run in runs if run["system"] == "ours"]
-    title = f"moe_debug (ours) against dense (peer), {options.steps} steps"
-    rows = [
-        row("validation loss, median of three seeds", "nats/byte", finals["ours"], finals["peer"]),
-        row("busiest expert over the mean", "", loads),
-    ]
-    publish(title, rows, None)
-    print({system: [round(value, 4) for value in values] for system, values in finals.items()}, loads)
-    if options.json:
-        options.json.write_text(json.dumps({"machine": machine(), "rows": [r._asdict() for r in rows], "runs": runs}))
+    if options.json is None:
+        parser.error("--json FILE: of the runs, continued if it exists")
+    show(runs(options.json, options.steps), options.steps)
 
 
 if __name__ == "__main__":

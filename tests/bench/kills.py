@@ -2,8 +2,9 @@
 
     python tests/bench/kills.py [--kills 20] [--seed 0] [--json FILE]
 
-Checkpoints are frequent, so that many kills fall into one being written. Each time one rank dies by SIGKILL; whichever
-step the run had come to, it must go on from a good checkpoint, and its losses must be those of the whole run.
+Checkpoints are frequent, so that many kills fall into one being written. Each time one rank dies by SIGKILL: most
+within 40 steps of going on, a quarter anywhere from the start of its process, while it loads, say. Whichever step
+the run had come to, it must go on from a good checkpoint, and its losses must be those of the whole run.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 ARGV = [
     *("model.hidden_size=64", "model.intermediate_size=128", "model.num_hidden_layers=2", "data.seq_len=32"),
     *("trainer.log_every=1", "trainer.eval_every=100000", "trainer.eval_sequences=2", "trainer.save_every=3"),
-    *("trainer.steps=400", "trainer.device=cpu", "tracking.mode=disabled"),
+    *("trainer.steps=1000", "trainer.device=cpu", "tracking.mode=disabled"),
 ]
 
 
@@ -51,15 +52,26 @@ def newest(folder: Path) -> int:
     return checkpoint.step_of(path) if path else 0
 
 
+def ranks_of(run: subprocess.Popen[bytes]) -> list[int]:
+    """The processes of a run that are alive."""
+    found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(run.pid)], capture_output=True, text=True)
+    return [int(pid) for pid in found.stdout.split()]
+
+
 def kill(folder: Path, moment: random.Random) -> tuple[int, int]:
-    """Runs on for a random time after the first new step, kills a rank; returns steps done and steps lost."""
-    before, run = newest(folder), start(folder)
-    while max(losses(folder), default=0) <= before and run.poll() is None:
+    """Starts or goes on, and kills a rank at a random moment; returns the steps done and the steps lost.
+
+    Raises:
+        RuntimeError: If the run has ended by itself.
+    """
+    before, early, run = newest(folder), moment.random() < 0.25, start(folder)
+    goal = before + moment.randint(1, 40)
+    while not ranks_of(run) if early else max(losses(folder), default=0) < goal:
+        if run.poll() is not None:
+            raise RuntimeError(f"the run has ended by itself, with code {run.returncode}, at step {newest(folder)}")
         time.sleep(0.01)
-    time.sleep(moment.uniform(0, 3.0))
-    ranks = subprocess.run(["ps", "-o", "pid=", "--ppid", str(run.pid)], capture_output=True, text=True).stdout.split()
-    if ranks:
-        os.kill(int(moment.choice(ranks)), signal.SIGKILL)
+    time.sleep(moment.uniform(0, 10 if early else 0.1))
+    os.kill(moment.choice(ranks_of(run)), signal.SIGKILL)
     run.wait()
     done = max(losses(folder), default=0)
     return done, done - newest(folder)

@@ -1,10 +1,11 @@
 """Step time and peak memory of a mixture of experts against FSDP2 at its better configuration.
 
 The same layers, data, dtypes and process group, alternating in one run. Ours deals the experts over ep ranks and shards
-each part over the rest; the peer shards everything over all ranks, by rows of dim 0 or, for the experts, Shard(1).
-Tokens are dealt evenly (force_balance), and all are stepped by torch's fused AdamW.
+each part over the rest; the peer shards everything over all ranks, by rows of dim 0 or, for the experts, Shard(1). Ours
+is also run as the peer is, with no expert dealt. Tokens are dealt evenly (force_balance); torch's fused AdamW steps
+all. A peak is of a whole step with the optimizer's state there, the most of any rank.
 
-python tests/bench/moe.py [--ranks 4] [--pairs 5] [--json FILE]
+    python tests/bench/moe.py [--ranks 4] [--pairs 5] [--json FILE]
 """
 
 from __future__ import annotations
@@ -92,10 +93,11 @@ def step(system: System, tokens: torch.Tensor) -> float:
 
 
 def compare(name: str, intermediate: int, pairs: int) -> list[Row]:
-    """Alternates the systems; returns rows of step times and of peaks, for each of the peer's configurations."""
+    """Alternates the systems; returns rows of step times and of peaks, ours beside each of the others."""
     tokens = torch.randint(0, 512, (1, TOKENS + 1), generator=torch.Generator().manual_seed(dist.get_rank()))
     makers = {
         "ours": partial(ours, intermediate, dist.get_world_size()),
+        "ours, not dealt": partial(ours, intermediate, 1),
         "FSDP2": partial(peer, intermediate, by_rows),
         "FSDP2, Shard(1)": partial(peer, intermediate, inside_experts),
     }
@@ -114,6 +116,8 @@ def compare(name: str, intermediate: int, pairs: int) -> list[Row]:
     peaks: dict[str, list[float]] = {}
     for key, system in systems.items():
         with LiveBytes() as live:
+            step(system, tokens)  # after which parameters, gradients and state have all been seen
+            live.restart()
             step(system, tokens)
         highest = torch.tensor(float(live.peak))
         dist.all_reduce(highest, op=dist.ReduceOp.MAX)

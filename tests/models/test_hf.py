@@ -267,6 +267,21 @@ def test_an_index_that_is_none_is_refused(tmp_path: Path, index: str) -> None:
     assert "model.safetensors.index.json: expected a weight_map of names to files" in refused(built(), tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "cannot be read, "),
+        (b"\xff" * 64, "cannot be read, "),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "cannot be read, a pointer of Git LFS"),
+    ],
+    ids=["empty", "no header", "pointer"],
+)
+def test_a_file_that_is_no_safetensors_is_refused(tmp_path: Path, content: bytes, said: str) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    message = refused(built(), tmp_path)
+    assert f"model.safetensors: {said}" in message and "missing: lm_head.weight (50, 24)" in message
+
+
 def test_a_folder_without_weights_says_what_it_lacks(tmp_path: Path) -> None:
     message = refused(built(), tmp_path)
     assert "model.safetensors: not in the folder, and no model.safetensors.index.json either" in message

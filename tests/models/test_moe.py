@@ -94,6 +94,19 @@ def test_tokens_are_counted_once_per_step_and_not_in_evaluation(checkpoint: Any)
     assert model.finish_step() == {}
 
 
+def test_a_step_that_was_left_out_moves_no_correction() -> None:
+    model = built(DEEPSEEK)
+    router = model.model.layers[1].mlp.gate
+    router.e_score_correction_bias.copy_(torch.randn(8))
+    before = router.e_score_correction_bias.clone()
+    model(*batch()).backward()
+    assert model.finish_step(skip=torch.tensor(1.0)) and model.finish_step() == {}
+    assert torch.equal(router.e_score_correction_bias, before)
+    model(*batch()).backward()
+    model.finish_step(skip=torch.tensor(0.0))
+    assert not torch.equal(router.e_score_correction_bias, before)
+
+
 def test_correction_changes_the_choice_and_not_the_weights() -> None:
     model = built(DEEPSEEK)
     router = model.model.layers[1].mlp.gate

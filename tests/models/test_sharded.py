@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from models import DeepseekV3Config, GptOssConfig, LlamaConfig, MixtralConfig, Qwen3MoeConfig, hf
 from models.decoder import CausalLMConfig
+from models.expert_parallel import held
 from vescale import fully_shard
 from vescale.mesh import make_expert_mesh
 
@@ -37,8 +38,8 @@ def batch() -> torch.Tensor:
     return torch.randint(0, 61, (2, 12), generator=torch.Generator().manual_seed(1))
 
 
-def read_and_write(source: str, target: str, ep: int) -> float:
-    """Reads a folder into a sharded model, takes its loss, and writes it."""
+def read_and_write(source: str, target: str, ep: int) -> tuple[float, dict[str, torch.Tensor]]:
+    """Reads a folder into a sharded model, takes its loss and gradients, both summed over ranks, and writes it."""
     with torch.device("meta"):
         model = hf.load_config(source).build()
     if ep > 1:
@@ -50,10 +51,12 @@ def read_and_write(source: str, target: str, ep: int) -> float:
         fully_shard(unit)
     model.to_empty(device="cpu")
     hf.load_weights(model, source)
+    model.set_gradient_divide_factor(1.0, recurse=True)
     loss = model(batch()[:, :-1], batch()[:, 1:])
+    loss.backward()
     hf.save(model, target, shard_bytes=20_000)
     dist.barrier()
-    return float(loss.detach())
+    return float(loss.detach()), {name: hf.whole(p.grad, held(p)) for name, p in model.named_parameters()}
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -69,9 +72,12 @@ def test_two_ranks_read_and_write_what_one_process_wrote(name: str, ep: int, tmp
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.add_(torch.randn(tensor.shape), alpha=0.1)
     hf.save(model, tmp_path / "in")
-    want = float(model(batch()[:, :-1], batch()[:, 1:]).detach())
-    losses = pool(2).run(read_and_write, str(tmp_path / "in"), str(tmp_path / "out"), ep)
-    assert losses == pytest.approx([want, want], rel=1e-5)
+    want = model(batch()[:, :-1], batch()[:, 1:])
+    want.backward()
+    for loss, grads in pool(2).run(read_and_write, str(tmp_path / "in"), str(tmp_path / "out"), ep):
+        assert loss == pytest.approx(float(want.detach()), rel=1e-5)
+        for name, parameter in model.named_parameters():  # both ranks have the same tokens
+            torch.testing.assert_close(grads[name], 2 * parameter.grad, rtol=1e-5, atol=1e-4)
     before, after = tensors(tmp_path / "in"), tensors(tmp_path / "out")
     assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1

@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from pool import Pool
+from waiting import wait_for
 
 from vescale import checkpoint, collectives, train
 from vescale.tracking import read_metrics
@@ -56,8 +57,13 @@ def _killed(point: str, argv: list[str]) -> None:
             _before(checkpoint.shutil, "rmtree", lambda path: "step_00000004" in str(path))
         else:
             calls: list[int] = []
-            _before(collectives, "reduce_scatter", lambda *_: calls.append(1) or len(calls) == 14)
+            _before(collectives, "reduce_scatter", lambda *_: calls.append(1) or len(calls) == 14 and _saved(argv))
     train.main(argv)
+
+
+def _saved(argv: list[str]) -> bool:
+    """Waits for the checkpoint of step 4, which a thread writes while the next steps are made."""
+    return wait_for(lambda: checkpoint.whole(Path(argv[-1].removeprefix("run_dir=")) / "checkpoints"))
 
 
 def _torn(folder: Any) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import uuid
@@ -16,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from waiting import free_port
 
 from vescale.tracking import read_metrics
 
@@ -52,10 +52,7 @@ def nodes() -> Iterator[list[tuple[list[str], str, str]]]:
 
 
 def test_two_nodes_of_one_rank_each_train_as_one(nodes: list[tuple[list[str], str, str]], tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    started = []
+    started, port = [], free_port()
     for rank, (begin, address, interface) in enumerate(nodes):
         env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": interface}
         env |= {"NNODES": "2", "NODE_RANK": str(rank), "MASTER_ADDR": address, "MASTER_PORT": str(port), "NPROC": "1"}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 import importlib
 import math
 from collections.abc import Iterator
@@ -33,10 +35,20 @@ PARAMETERS = {  # transformers' count of every published model; of DeepSeek-V3 w
 RULES = {"muon": "Muon", "adamw": "AdamW", "adam8bit": "Adam8bit", "shampoo": "Shampoo", "soap": "SOAP"}
 
 
+@functools.cache
+def _read(*argv: str) -> dict[str, Any]:
+    return compose(argv)
+
+
+def _compose(*argv: str) -> dict[str, Any]:
+    """What ``argv`` names, of which every test has a copy: to compose it takes a quarter of a second."""
+    return copy.deepcopy(_read(*argv))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_recipe_is_the_model_it_says(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    trainer = prepare(compose([f"recipe={name}"]))
+    trainer = prepare(_compose(f"recipe={name}"))
     parameters = dict(trainer.model.named_parameters())
     assert sum(p.numel() for p in parameters.values()) == trainer.model_config.num_parameters()
     model, _, optimizer = name.rpartition("_")
@@ -58,7 +70,7 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name.rpartition("_")[0] in PUBLISHED])
 def test_published_models_have_as_many_active_parameters(name: str) -> None:
-    config = prepare(compose([f"recipe={name}"])).model_config
+    config = prepare(_compose(f"recipe={name}")).model_config
     total, active = PUBLISHED[name.rpartition("_")[0]]
     # As published, in units of its last digit.
     assert math.floor(config.num_parameters() / 1e8) / 10 == pytest.approx(total, abs=0.95)
@@ -77,7 +89,7 @@ TINY = {
 
 def _tiny(name: str, run_dir: str) -> list[str]:
     """The recipe's command line for two steps of a tiny copy of its model."""
-    model = compose([f"recipe={name}"])["model"]
+    model = _compose(f"recipe={name}")["model"]
     words = [f"model.{key}={value}" for key, value in TINY.items() if key in model]
     words += ["data=shakespeare", "data.seq_len=16", "trainer=debug", "trainer.steps=2", "trainer.global_batch=4"]
     words += ["trainer.eval_sequences=4", "trainer.log_every=1", "trainer.device=cpu", "tracking.mode=disabled"]
@@ -85,26 +97,27 @@ def _tiny(name: str, run_dir: str) -> list[str]:
     return [f"recipe={name}", f"run_dir={run_dir}", *words, *sparse]
 
 
-def _train_tiny(name: str, run_dir: str, *changes: str) -> float:
-    trainer = prepare(compose([*_tiny(name, run_dir), *changes]))
+def _train_tiny(config: dict[str, Any]) -> float:
+    trainer = prepare(config)
     trainer.check(2)
     return trainer.run()
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_tiny_copy_trains_on_two_ranks_with_its_experts_dealt(name: str, tmp_path: Path, pool: Any) -> None:
-    first, second = pool(2).run(_train_tiny, name, str(tmp_path / "run"))
+    first, second = pool(2).run(_train_tiny, compose(_tiny(name, str(tmp_path / "run"))))
     assert first == second and 0 < first < 6.5  # log(320) is 5.77
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     loads = [value for row in rows for key, value in row.items() if key.startswith("expert_load/")]
-    sparse = "num_experts_per_tok" in compose([f"recipe={name}"])["model"]
+    sparse = "num_experts_per_tok" in _compose(f"recipe={name}")["model"]
     assert bool(loads) == sparse and all(1 <= load <= 8 for load in loads)
 
 
 # The others are trained by a recipe of their own.
 @pytest.mark.parametrize("optimizer", ["adamw_bf16", "muon8bit", "muonclip", "normuon"])
 def test_any_optimizer_may_be_swapped_into_a_recipe(optimizer: str, tmp_path: Path, pool: Any) -> None:
-    losses = pool(2).run(_train_tiny, "llama_debug_muon", str(tmp_path / "run"), f"optimizer={optimizer}")
+    words = [*_tiny("llama_debug_muon", str(tmp_path / "run")), f"optimizer={optimizer}"]
+    losses = pool(2).run(_train_tiny, compose(words))
     assert losses[0] == losses[1] and 0 < losses[0] < 6.5
     own = {path.stem.rpartition("_")[2] for path in (FOLDER / "recipe").glob("llama_debug_*.yaml")}
     others = {path.stem for path in (FOLDER / "optimizer").glob("*.yaml")} - own - {"adam8bit_biases"}
@@ -116,8 +129,8 @@ def test_any_optimizer_may_be_swapped_into_a_recipe(optimizer: str, tmp_path: Pa
 def test_a_recipe_plans(name: str, world: int) -> None:
     """Every kind of layer once: as many layers as the dense ones and one more; the rest have the same plans."""
     layers = 4 if "deepseek" in name else 1
-    words = [f"recipe={name}", f"model.num_hidden_layers={layers}", f"trainer.global_batch={world}"]
-    text = describe(prepare(compose(words)), world)
+    words = [f"recipe={name}", f"model.num_hidden_layers={layers}", "trainer.global_batch=1024"]
+    text = describe(prepare(_compose(*words)), world)
     assert f"{world} ranks" in text and "padding" in text
 
 
@@ -138,7 +151,7 @@ def test_embeddings_and_the_head_have_adams_float32_moments_and_their_own_rate(o
 
 
 def test_large_models_train_in_bfloat16_and_reduce_in_float32() -> None:
-    parallelism = prepare(compose(["recipe=llama70b_muon"])).parallelism
+    parallelism = prepare(_compose("recipe=llama70b_muon")).parallelism
     assert (parallelism.param_dtype, parallelism.reduce_dtype) == (torch.bfloat16, torch.float32)
 
 

@@ -49,7 +49,7 @@ def test_ranks_reduce_as_the_tree_says(pool: Any, world: int) -> None:
 
 
 ARGV = [
-    *("model.hidden_size=32", "model.intermediate_size=64", "model.num_hidden_layers=2", "data.seq_len=8"),
+    *("model.hidden_size=32", "model.intermediate_size=64", "model.num_hidden_layers=1", "data.seq_len=8"),
     *("trainer.log_every=1", "trainer.eval_every=50", "trainer.eval_sequences=5", "trainer.save_every=1000"),
     *("trainer.steps=100", "trainer.global_batch=4", "trainer.device=cpu", "tracking.mode=disabled"),
     "trainer.deterministic=true",

@@ -22,6 +22,8 @@ case "$*" in
 "-m venv"*) mkdir -p "${@: -1}/bin" && cp "$0" "${@: -1}/bin/python" ;;
 "-m pip"*) exit "${NO_PIP:-0}" ;;
 "-m vescale.torchrun"*) exit "${NO_TORCHRUN:-0}" ;;
+"-m pytest --lane ranks"*) exit "${RANKS:-0}" ;;
+"-m pytest --lane single"*) exit "${SINGLE:-0}" ;;
 esac
 """
 
@@ -77,9 +79,10 @@ def test_a_script_is_sound_shell_and_names_no_registry(script: Path) -> None:
 def test_the_first_call_installs_and_the_second_does_not(checkout: Path) -> None:
     first = _bash(checkout, "launch/quickstart.sh", "trainer.steps=5", "name=a b", TORCH_INDEX_URL="file:///index")
     assert first.returncode == 0, first.stderr
-    venv, install, check, command = _calls(checkout)
+    venv, install, compiled, check, command = _calls(checkout)
     assert check == "-m vescale.train --check recipe=llama_debug_muon trainer.steps=5 name=a b"
     assert venv == "-m venv --clear .venv"
+    assert compiled.startswith("-m compileall") and compiled.endswith(" .venv/lib")
     assert install.startswith("-m pip install --quiet") and install.endswith("--extra-index-url file:///index -e .")
     assert command == (
         "-m vescale.torchrun --standalone --nproc-per-node 2 -m vescale.train recipe=llama_debug_muon "
@@ -102,11 +105,11 @@ def test_a_changed_project_or_a_broken_installation_is_installed_again(checkout:
     assert _bash(checkout, "launch/quickstart.sh", NO_PIP="1").returncode == 1
     assert len(_calls(checkout)) == 2  # it stopped at the failure
     assert _bash(checkout, "launch/quickstart.sh").returncode == 0
-    assert [call.split()[1] for call in _calls(checkout)] == ["pip", "vescale.train", "vescale.torchrun"]
+    assert [call.split()[1] for call in _calls(checkout)] == ["pip", "compileall", "vescale.train", "vescale.torchrun"]
     with (checkout / "pyproject.toml").open("a") as file:
         file.write("# changed\n")
     assert _bash(checkout, "launch/quickstart.sh").returncode == 0
-    assert [call.split()[1] for call in _calls(checkout)] == ["pip", "vescale.train", "vescale.torchrun"]
+    assert [call.split()[1] for call in _calls(checkout)] == ["pip", "compileall", "vescale.train", "vescale.torchrun"]
 
 
 def test_the_suite_runs_in_the_same_environment(checkout: Path) -> None:
@@ -115,14 +118,17 @@ def test_the_suite_runs_in_the_same_environment(checkout: Path) -> None:
         _program(checkout / ".venv" / "bin" / tool, f'#!/usr/bin/env bash\necho "-m {tool} $*" >>"$CALLS"\n')
     _calls(checkout)
     assert _bash(checkout, ".ci/run").returncode == 0
-    install, *checks = _calls(checkout)
+    install, _, *checks = map(str.strip, _calls(checkout))
     assert install.endswith("-e .[test]")
-    assert [check.strip() for check in checks] == [
-        "-m ruff check .",
-        "-m ruff format --check --quiet .",
-        "-m mypy",
-        "-m pytest",
-    ]
+    assert checks[:2] == ["-m ruff check .", "-m ruff format --check --quiet ."]
+    lanes = ["-m mypy", "-m pytest --lane ranks", "-m pytest --lane single"]  # the first two begin together
+    assert sorted(checks[2:]) == lanes and checks.index(lanes[0]) < checks.index(lanes[2])
+    # 5: no test was selected, which in one lane alone is no failure; 2: interrupted.
+    for ranks, single, code in ((0, 5, 0), (5, 0, 0), (5, 5, 5), (1, 0, 1), (0, 1, 1), (1, 5, 1), (2, 0, 2)):
+        done = _bash(checkout, "launch/test.sh", "-k", "some name", RANKS=str(ranks), SINGLE=str(single))
+        assert done.returncode == code, (ranks, single)
+        assert code == 2 or "-m pytest --lane single -k some name" in _calls(checkout)
+    _calls(checkout)
     assert _bash(checkout, "launch/quickstart.sh").returncode == 0  # an installation with tests has the project
     assert len(_calls(checkout)) == 2
 

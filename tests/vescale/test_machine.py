@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import recipes
-from models.flops import peak_flops
 from vescale.machine import Machine, exposed, moved, parse_bytes
+from vescale.peaks import peak_flops
 from vescale.train import points, resolve
 
 FOLDER = Path(recipes.__file__).parent / "machine"

@@ -110,7 +110,6 @@ def _train(rule: str, max_padding: float, steps: int = 3) -> dict[str, Any]:
     finally:
         if original is not None:
             kind.block = original
-    buckets = [bucket for program in optimizer._programs.values() for bucket in program]
     return {
         "params": {name: p.full_tensor() for name, p in model.named_parameters()},
         "state": {
@@ -119,7 +118,7 @@ def _train(rule: str, max_padding: float, steps: int = 3) -> dict[str, Any]:
             if value.ndim or hasattr(value, "device_mesh")
         },
         "blocks": sum(calls) / steps,
-        "sent": sum(b.exchange.bytes_sent for b in buckets if b.exchange) / steps,
+        "sent": optimizer.counters.exchange_bytes / steps,
         "cut": len(optimizer.owners),
         "padding": max(abs(seg.master.local).sum() for u in model.units() for seg in u.segments),
     }

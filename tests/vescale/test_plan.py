@@ -157,7 +157,15 @@ def test_more_ranks_than_sequences_is_an_assumption_that_is_listed() -> None:
         (["world_size=8", "parallelism.dp_shard=-2"], "dp_shard: expected -1 or a number of ranks, got -2"),
         (["parallelism.zero=4"], "zero: expected 0, 1, 2 or 3, got 4"),
         (["device_memory=80GX"], "device_memory: expected a size such as 80GB or 80GiB, got '80GX'"),
-        (["recipe=moe_debug_muon", "world_size=4", "parallelism.ep=2"], "parallelism.ep=2: a plan deals no experts"),
+        (
+            ["recipe=moe_debug_muon", "world_size=24", "parallelism.ep=24"],
+            "ep=24 does not divide 16 experts",
+        ),
+        (["recipe=moe_debug_muon", "world_size=4", "parallelism.ep=2", "simulate=true"], "ep=2 values decide how many"),
+        (
+            ["recipe=moe_debug_muon", "world_size=2", "parallelism.ep=2", "capacity=[1,2]"],
+            "planned with ep=2; use ep=1",
+        ),
         (["recipe=moe_debug_muon", "simulate=true"], "simulate: torch's made-up grouped products are of bf16"),
         (
             ["recipe=llama_debug_shampoo", "simulate=true", "world_size=2", "model.num_hidden_layers=1"],

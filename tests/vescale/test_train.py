@@ -7,7 +7,6 @@ import os
 import re
 import resource
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from waiting import free_port
 
 from vescale import train
 from vescale.tracking import read_metrics
@@ -148,7 +148,8 @@ def test_each_point_of_a_sweep_is_a_process_with_a_name_of_its_own(monkeypatch: 
     assert all(f"--config-dir={Path('mine').absolute()}" in command for command in started)
 
 
-def test_a_sweep_leaves_a_run_of_each_point(tmp_path: Path) -> None:
+def test_a_sweep_leaves_a_run_of_each_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "call", lambda command: train.main(command[3:]))  # saves starting the processes
     assert train.main(["-m", *TINY, "trainer.steps=2", "optimizer=adamw,muon"]) == 0
     runs = sorted((tmp_path / "runs").iterdir())
     groups = [[key for key in next(read_metrics(run / "metrics.jsonl")) if key.startswith("lr/")] for run in runs]
@@ -252,7 +253,11 @@ def test_every_wrong_value_is_named_at_once() -> None:
         (["hydra.run.dir=zzz"], "hydra.run.dir=zzz: Hydra only composes here and makes no folder"),
         (["name=a/../../b"], "name: expected the name of a folder in runs/, got 'a/../../b'; run_dir=... takes a path"),
         (["name=.."], "name: expected the name of a folder in runs/"),
-        (["trainer.profile=[3,1]"], "profile: expected null or .first, last. with 1 <= first <= last, got .3, 1."),
+        (
+            ["trainer.profile=[3,1]"],
+            "profile: expected .* with 1 <= first <= last <= 250, the steps, got .3, 1.",
+        ),
+        (["trainer.memory_snapshot=3", "trainer.device=cpu"], "memory_snapshot: expected null on a cpu: CUDA alone"),
         (["trainer.skip_non_finite=-1"], "skip_non_finite: expected a number of steps >= 0, got -1"),
         (["dry_run=maybe"], "dry_run: expected bool, got 'maybe'"),
         (["world_size=4"], "world_size: only dry_run=true takes it"),
@@ -308,13 +313,13 @@ def test_rank_0_speaks_first(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> No
 
 @pytest.mark.parametrize(("world", "ranks"), [(64, "64 ranks x 13,369,600"), (1024, "1,024 ranks x 835,648")])
 def test_a_dry_run_plans_70b_without_its_weights(world: int, ranks: str, capsys: Any, tmp_path: Path) -> None:
-    before, began = _peak_memory(), time.monotonic()
+    before, began = _peak_memory(), time.process_time()
     assert train.main(["recipe=llama70b_muon", "dry_run=true", f"world_size={world}"]) == 0
     printed = capsys.readouterr().out
     assert "70,553,706,496 parameters" in printed and "matrices  Muon   560" in printed
     assert "80 x unit like model.layers.0" in printed and ranks in printed
     assert _peak_memory() - before < 2**29  # bytes; the weights are 282e9
-    assert time.monotonic() - began < 30  # seconds
+    assert time.process_time() - began < 30  # seconds, whatever else this machine does
     assert list(tmp_path.iterdir()) == []
 
 
@@ -337,31 +342,42 @@ def _rows(folder: Path) -> list[dict[str, Any]]:
 def test_a_killed_run_goes_on_bit_for_bit(pool: Any, tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     pool(2).run(_run, [*TINY, f"run_dir={whole}"])
-    ranks = _start_ranks([*TINY, f"run_dir={killed}"])
-    _wait_for(lambda: (killed / "checkpoints" / "step_00000008").exists(), ranks)
-    for rank in ranks:
-        rank.kill()
-    assert [_end(rank)[0] for rank in ranks] == [-signal.SIGKILL] * 2  # none had come to its end
+    first, other = _start_ranks(["-c", DIES, *TINY, f"run_dir={killed}"])
+    assert _end(first)[0] == -signal.SIGKILL
+    other.kill()
+    assert _end(other)[0] != 0  # it may have found the connection closed
     assert 8 <= _rows(killed)[-1]["step"] < 24
-    (code, out), other = map(_end, _start_ranks([*TINY, f"run_dir={killed}"]))
+    (code, out), other = map(_end, _start_ranks(["-m", "vescale.train", *TINY, f"run_dir={killed}"]))
     assert (code, *other) == (0, 0, "")  # only rank 0 speaks
-    assert re.search(r"^continuing \S+killed/checkpoints/step_000000(08|16)$", out, flags=re.M), out
+    assert re.search(r"^continuing \S+killed/checkpoints/step_00000008$", out, flags=re.M), out
     assert _rows(killed) == _rows(whole)
     assert [row["step"] for row in _rows(whole) if "validation_loss" in row] == [8, 16, 24]
     assert sorted(path.name for path in (killed / "checkpoints").iterdir()) == ["step_00000016", "step_00000024"]
 
 
+# The command, whose rank 0 is killed in step 13, once the checkpoint of step 8 is written.
+DIES = """
+import os, sys
+from vescale import checkpoint, train
+from vescale.trainer import Trainer
+step = Trainer.train_step
+
+def dies(trainer):
+    if trainer.step == 12 and os.environ["RANK"] == "0":
+        while not checkpoint.whole(trainer.checkpoints):
+            pass
+        os.kill(os.getpid(), 9)
+    return step(trainer)
+
+Trainer.train_step = dies
+sys.exit(train.main(sys.argv[1:]))
+"""
+
+
 def _start_ranks(argv: list[str]) -> list[subprocess.Popen[str]]:
     """Two ranks as torchrun starts them, without torchrun: its workers outlive its own kill."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        env = {
-            **_environment(),
-            "WORLD_SIZE": "2",
-            "MASTER_ADDR": "localhost",
-            "MASTER_PORT": str(free.getsockname()[1]),
-        }
-    command = [sys.executable, "-m", "vescale.train", *argv]
+    env = {**_environment(), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    command = [sys.executable, *argv]
     options: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True}
     return [subprocess.Popen(command, env={**env, "RANK": str(rank)}, **options) for rank in range(2)]
 
@@ -369,13 +385,6 @@ def _start_ranks(argv: list[str]) -> list[subprocess.Popen[str]]:
 def _end(rank: subprocess.Popen[str]) -> tuple[int, str]:
     out, _ = rank.communicate()
     return rank.returncode, out
-
-
-def _wait_for(condition: Any, ranks: list[subprocess.Popen[str]]) -> None:
-    end = time.monotonic() + 120
-    while not condition():
-        assert all(rank.poll() is None for rank in ranks) and time.monotonic() < end
-        time.sleep(0.002)
 
 
 def test_a_finished_run_is_left_alone_and_a_damaged_one_is_refused(pool: Any, tmp_path: Path, capsys: Any) -> None:
@@ -454,3 +463,25 @@ def test_a_run_that_is_stopped_says_so_and_can_go_on(
     assert train.main(argv) == 0
     assert ends == [1, 0] and not dist.is_initialized()
     assert [row["step"] for row in _rows(tmp_path / "run") if "loss" in row] == [1, 2, 3, 4]
+
+
+def test_the_tracker_is_told_the_configuration_the_record_and_the_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vescale.tracking import Tracking
+
+    told: list[dict[str, Any]] = []
+    real = Tracking.open
+
+    def opened(tracking: Tracking, folder: Path, **options: Any) -> Any:
+        told.append(options["config"])
+        return real(tracking, folder, **options)
+
+    monkeypatch.setattr(Tracking, "open", opened)
+    assert train.main([*TINY, "trainer.steps=1", "run_dir=run"]) == 0
+    (config,) = told
+    assert config["model"]["hidden_size"] == 32 and json.loads(json.dumps(config)) == config
+    assert {"config_sha256", "data", "seeds", "git", "versions", "mesh", "machine"} == {*config["record"]}
+    assert any("Muon" in line for line in config["plan"]["optimizer"])
+    (layer,) = [value for name, value in config["plan"]["segments"].items() if "layers.1" in name]
+    assert layer["num_ranks"] == 1 and 0 <= layer["padding"] < 0.1

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import re
-import socket
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from pool import Pool
+from waiting import free_port
 
 from models import LlamaConfig
 from models.hf import load
 from optimizers import AdamW, Constant, Linear, Muon
-from vescale.data import TextData
+from vescale.data import TextData, num_labels
 from vescale.mesh import ParallelismConfig, pick_device, process_group
 from vescale.tracking import Tracking, read_metrics
 from vescale.train import describe
@@ -40,7 +41,6 @@ def _trainer(
     run_dir: Path,
     *,
     lr: float = 0.01,
-    path: str = "shakespeare",
     parallelism: ParallelismConfig = ParallelismConfig(),  # noqa: B008
     **options: Any,
 ) -> Trainer:
@@ -51,7 +51,7 @@ def _trainer(
         run_dir=run_dir,
         model=MODEL,
         optimizer={"matrices": MUON, "rest": {"pattern": "*", "rule": AdamW(lr=lr)}},
-        data=TextData(path=path, seq_len=16),
+        data=TextData(seq_len=16),
         parallelism=parallelism,
         trainer=config,
         tracking=Tracking(mode="disabled"),
@@ -95,36 +95,42 @@ def test_losses_do_not_depend_on_copies_nor_on_the_stage(pool: Any, tmp_path: Pa
         assert _column(tmp_path / "four", key) == pytest.approx(_column(tmp_path / "one", key), rel=1e-5)
 
 
-def _first_losses(run_dir: Path, text: str) -> dict[str, tuple[float, float]]:
+def _first_losses(run_dir: Path, text: str, documents_apart: bool) -> dict[str, tuple[float, float]]:
     """Of an untrained model: what the trainer says, and the definition on one process."""
-    trainer = _trainer(run_dir, path=text)
+    trainer = _trainer(run_dir)
+    trainer.data_config = TextData(path=text, seq_len=16, documents_apart=documents_apart, validation={"again": text})
     trainer.check(dist.get_world_size())
     trainer._start()
     torch.manual_seed(0)
     model = MODEL.build()
     model.init_weights()
     validation = float(_loss_per_token(model, trainer.data.validation.read(0, 5)).detach())
+    named = float(_loss_per_token(model, trainer.data.named["again"].read(0, 5)).detach())
     loss = _loss_per_token(model, trainer.data.train.read(0, 6))
     loss.backward()
     norm = torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in model.parameters()]))
-    evaluated = trainer.evaluate()["validation_loss"]
+    evaluated = trainer.evaluate()
     stepped, clipped = trainer.train_step()
     return {
-        "validation": (evaluated, validation),
+        "validation": (evaluated["validation_loss"], validation),
+        "named validation": (evaluated["validation_loss/again"], named),
         "loss": (float(stepped), float(loss.detach())),
         "norm": (float(clipped), float(norm)),
     }
 
 
 def _loss_per_token(model: Any, batch: Any) -> torch.Tensor:
-    return model(batch.input_ids, batch.labels) / (batch.labels != -100).sum()
+    return model(batch.input_ids, batch.labels) / num_labels(batch.labels)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])  # 5 validation sequences: 5, or 3 and 2, or 2 and 2 and 1
-def test_a_loss_is_the_sum_over_the_labels_that_count(pool: Any, tmp_path: Path, world: int) -> None:
+@pytest.mark.parametrize("documents_apart", [False, True])
+def test_a_loss_is_the_sum_over_the_labels_that_count(
+    pool: Any, tmp_path: Path, world: int, documents_apart: bool
+) -> None:
     text = tmp_path / "short.txt"  # a document's first token is no label: the ranks have different numbers of labels
     text.write_text("".join("abcdefgh"[: 1 + i % 5] * (i % 7) + "\f" for i in range(500)))
-    for found in pool(world).run(_first_losses, tmp_path / "run", str(text)):
+    for found in pool(world).run(_first_losses, tmp_path / "run", str(text), documents_apart):
         for name, (got, expected) in found.items():
             assert got == pytest.approx(expected, rel=2e-6), name
 
@@ -157,13 +163,28 @@ def test_every_group_follows_the_schedule_from_its_own_rate(pool: Any, tmp_path:
     assert _column(tmp_path, "lr/rest") == pytest.approx([0.01 * scale for scale in scales])
 
 
-def test_a_resumed_run_on_other_ranks_goes_on_with_the_same_losses(pool: Any, tmp_path: Path) -> None:
-    schedule = Linear(total_steps=6)
-    for folder, world, steps in (("whole", 1, 6), ("parts", 2, 2), ("parts", 3, 4), ("parts", 1, 6)):
-        pool(world).run(_train, tmp_path / folder, steps=steps, schedule=schedule, eval_every=100)
-    whole, parts = (_column(tmp_path / folder, "loss") for folder in ("whole", "parts"))
-    assert len(whole) == 6 and parts == pytest.approx(whole, rel=1e-5)
-    assert _column(tmp_path / "parts", "lr/rest") == _column(tmp_path / "whole", "lr/rest")
+@pytest.mark.parametrize(("world", "options"), [(1, {}), (2, {"zero": 1}), (3, {"zero": 0}), (8, {"dp_shard": 4})])
+def test_a_run_of_four_ranks_goes_on_with_the_same_losses_on_any_ranks_stage_and_copies(
+    pool: Any, tmp_path: Path, four: tuple[Path, list[float], list[float]], world: int, options: dict[str, int]
+) -> None:
+    folder, losses, rates = four
+    shutil.copytree(folder, tmp_path / "run")
+    pool(world).run(_train, tmp_path / "run", parallelism=ParallelismConfig(**options), **TWENTY_FOUR)
+    found = _column(tmp_path / "run", "loss")
+    assert len(found) == 24 and found[:4] == losses[:4] and found[4] == pytest.approx(losses[4], rel=1e-5)
+    assert found == pytest.approx(losses, rel=1e-3) and _column(tmp_path / "run", "lr/rest") == rates
+
+
+TWENTY_FOUR: dict[str, Any] = {"steps": 24, "global_batch": 24, "schedule": Linear(total_steps=24), "eval_every": 100}
+
+
+@pytest.fixture(scope="module")
+def four(pool: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float], list[float]]:
+    """A run of four steps on four ranks; losses and learning rates of one that went on to the 24th."""
+    folder = tmp_path_factory.mktemp("four")
+    pool(4).run(_train, folder / "whole", **TWENTY_FOUR)
+    pool(4).run(_train, folder / "begun", **TWENTY_FOUR | {"steps": 4})
+    return folder / "begun", _column(folder / "whole", "loss"), _column(folder / "whole", "lr/rest")
 
 
 # --- when things go wrong ---
@@ -241,7 +262,10 @@ def test_a_dry_run_prints_the_plans_of_the_run(pool: Any, tmp_path: Path) -> Non
     assert f"{MODEL.num_parameters():,} parameters" in dry
 
 
-LINE = r"step (\d)/3  loss \d\.\d{4}  norm \d+\.\d{3}  lr 0\.02/0\.01  [\d,]+ tok/s  \d+\.\d\d GiB"
+LINE = (
+    r"step (\d)/3  loss \d\.\d{4}  norm \d+\.\d{3}  lr 0\.02/0\.01  [\d,]+ tok/s  \S+ TFLOP/s  MFU n/a  "
+    r"\d+\.\d\d GiB  data \d+\.\d%"
+)
 
 
 def test_a_run_says_what_it_does_and_where_it_is(pool: Any, tmp_path: Path) -> None:
@@ -293,13 +317,10 @@ def _one_rank_fails(port: int) -> str:
 
 
 def test_a_rank_that_fails_ends_the_others(pool: Any) -> None:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
     ranks = Pool(2)  # one of its own, since the group that it had is gone
     try:
         began = time.monotonic()
-        messages = ranks.run(_one_rank_fails, port)
+        messages = ranks.run(_one_rank_fails, free_port())
         assert messages[1] == "the data are gone" and "onnection" in messages[0]  # gloo: closed, or reset by peer
         assert time.monotonic() - began < 30  # seconds; left alone, rank 0 would wait for half an hour
     finally:

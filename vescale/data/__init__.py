@@ -15,7 +15,7 @@ Documents stand end to end and are then split: sample ``i`` of a part is its tok
 is only a label, and is the next sample's first input, so an epoch predicts every token once.
 """
 
-from vescale.data.mixture import Mixture, Part
+from vescale.data.mixture import MixedSamples, Mixture, Part
 from vescale.data.order import ORDER, permute
 from vescale.data.prefetch import Prefetch
 from vescale.data.samples import IGNORED, Batch, Samples, num_labels
@@ -31,6 +31,7 @@ __all__ = [
     "ByteTokenizer",
     "Dataset",
     "JsonTokenizer",
+    "MixedSamples",
     "Mixture",
     "Part",
     "Prefetch",

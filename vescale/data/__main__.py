@@ -6,13 +6,14 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from concurrent.futures.process import BrokenProcessPool
 
 from vescale.data.prepare import Work, prepare
 from vescale.data.token_file import FORMATS
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns 0, 2 for input that was refused with one line, 130 after Ctrl-C."""
+    """Runs the command; returns 0, 2 for input that was refused with one line, 1 for a failure, 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(prog="python -m vescale.data", description="Turns text into token ids.")
     commands = parser.add_subparsers(dest="command", required=True)
     words = commands.add_parser("prepare", help="text, JSONL or parquet into a .bin to train on")
@@ -30,14 +31,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         with _bar() as advance:
             facts = prepare(Work(**{**options, "inputs": tuple(options["inputs"])}), workers=workers, advance=advance)
     except (ValueError, OSError) as problem:
-        print(f"vescale.data: {' '.join(str(problem).split())}", file=sys.stderr)
-        return 2
+        nameless = isinstance(problem, OSError) and problem.filename is None  # of a write, to a full disk say
+        return _fail(f"{options['out']}: {problem}" if nameless else str(problem), 2)
+    except BrokenProcessPool:
+        return _fail("a worker was killed, perhaps for memory; the same command goes on, with fewer --workers", 1)
     except KeyboardInterrupt:
-        print("vescale.data: stopped; the same command goes on from the pieces that are done", file=sys.stderr)
-        return 130
+        return _fail("stopped; the same command goes on from the pieces that are done", 130)
     print(f"{options['out']}: {facts['documents']:,} documents, {facts['tokens']:,} tokens of {facts['dtype']}")
     print(f"{facts['fingerprint']}\ntrain on it: data=text data.path={options['out']}")
     return 0
+
+
+def _fail(line: str, code: int) -> int:
+    print(f"vescale.data: {' '.join(line.split())}", file=sys.stderr)
+    return code
 
 
 class _bar:

@@ -18,6 +18,7 @@ import re
 import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -164,7 +165,7 @@ def _edges(path: Path, count: int) -> tuple[np.ndarray | None, list[str]]:
     if not path.is_file():
         return None, []
     edges = np.fromfile(path, "<i8")
-    if len(edges) < 2 or edges[0] != 0 or edges[-1] != count or (np.diff(edges) < 0).any():
+    if not len(edges) or edges[0] != 0 or edges[-1] != count or (np.diff(edges) < 0).any():
         return None, [f"path: {path}: expected rising edges from 0 to {count}, the tokens of its .bin"]
     return edges, []
 
@@ -191,7 +192,7 @@ def _open_megatron(path: Path, index: Path, *, dtype: str | None) -> tuple[Token
 
 
 class TokenWriter:
-    """Writes documents to a new file, which has its name once it is whole.
+    """Writes documents to a new file, which has its name once it is whole: on ``close``, or at the end of a context.
 
     Args:
         path: A ``.bin``.
@@ -214,6 +215,18 @@ class TokenWriter:
         self._file = self._partial.open("wb")
         if layout == "llmc":
             self._file.write(bytes(LLMC_HEADER))
+
+    def __enter__(self) -> TokenWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._file.close()
+            self._partial.unlink(missing_ok=True)
 
     def add(self, ids: np.ndarray) -> None:
         """Appends a document."""

@@ -21,7 +21,7 @@ class Tokenizer(Protocol):
     def vocab_size(self) -> int:
         """Ids are below this."""
 
-    def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
+    def encode_documents(self, texts: Sequence[Any]) -> list[np.ndarray]:
         """Returns the ids of each text, as a document: with whatever stands at its beginning and its end."""
 
 
@@ -58,9 +58,10 @@ class ByteTokenizer:
             parts += [bos, np.frombuffer(document, np.uint8), eos]
         return np.concatenate(parts)
 
-    def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Returns ``(n,) uint16`` for each text: bos, its bytes and eos."""
-        return [np.array(self.encode(text, bos=True, eos=True), np.uint16) for text in texts]
+    def encode_documents(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
+        """Returns ``(n,) uint16`` for each text: bos, its bytes and eos; bytes that are no text are tokens too."""
+        found = [np.frombuffer(text.encode() if isinstance(text, str) else text, np.uint8) for text in texts]
+        return [np.concatenate([[self.bos], ids, [self.eos]]).astype(np.uint16) for ids in found]
 
 
 class JsonTokenizer:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
 import pytest
+import tokenizers
+from pyarrow import parquet
 
 from vescale.data import ByteTokenizer, TextData
 from vescale.data.__main__ import main
-from vescale.data.prepare import Work, documents, pieces, prepare
+from vescale.data.prepare import Piece, Work, _do, _join, documents, pieces, prepare
 
 LINES = ["first", "zweiter \u00fc", "", "a\nline", "x" * 200]
 
@@ -29,11 +33,50 @@ def _expected() -> list[int]:
     return sum((ByteTokenizer().encode(text, bos=True, eos=True) for text in texts), [])
 
 
-def test_the_pieces_of_a_file_hold_each_line_once(inputs: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    work = Work(inputs=inputs[1:], out="t.bin")
-    for size in (1, 7, 40, 1000):
-        monkeypatch.setattr("vescale.data.prepare.PIECE", size)
-        assert [text for piece in pieces(work) for text in documents(work, piece)] == LINES
+def test_the_pieces_of_a_file_hold_each_document_once(inputs: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    for file, expected in zip(inputs, ([b"one", b"two \xff"], LINES), strict=True):
+        work = Work(inputs=(file,), out="t.bin")
+        for size in (1, 7, 40, 1000):
+            monkeypatch.setattr("vescale.data.prepare.PIECE", size)
+            assert [text for piece in pieces(work) for text in documents(work, piece)] == expected
+
+
+def test_a_piece_in_which_no_document_begins_is_empty(tmp_path: Path) -> None:
+    (tmp_path / "t.txt").write_text("a document of two pieces\fb")
+    work = Work(inputs=(str(tmp_path / "t.txt"),), out=str(tmp_path / "t.bin"))
+    halves = [
+        Piece(0, work.inputs[0], 0, 10, 10),
+        Piece(1, work.inputs[0], 10, 20, 10),
+        Piece(2, work.inputs[0], 20, 26, 6),
+    ]
+    for piece in halves:
+        _do(work, piece, str(tmp_path))
+    counts = [len(np.fromfile(tmp_path / f"00000{i}.bin", "<u2")) for i in range(3)]
+    assert counts == [26, 0, 3]
+    assert _join(work, tmp_path, halves)["documents"] == 2
+
+
+def test_a_column_of_a_parquet_file_is_read_in_its_row_groups(tmp_path: Path, capsys: Any) -> None:
+    table = pyarrow.table({"body": LINES, "id": list(range(len(LINES)))})
+    file, out = tmp_path / "b.parquet", tmp_path / "t.bin"
+    parquet.write_table(table, file, row_group_size=2)
+    assert main(["prepare", str(file), "--out", str(out), "--workers", "1", "--key", "body"]) == 0
+    expected = sum((ByteTokenizer().encode(line, bos=True, eos=True) for line in LINES), [])
+    assert np.fromfile(out, "<u2").tolist() == expected and np.fromfile(out.with_suffix(".docs"), "<i8").size == 6
+    capsys.readouterr()
+    assert main(["prepare", str(file), "--out", str(out), "--workers", "1"]) == 2
+    assert "has no column 'text' (--key), but body, id" in capsys.readouterr().err
+    parquet.write_table(pyarrow.table({"text": ["a", None]}), file)
+    assert main(["prepare", str(file), "--out", str(out), "--workers", "1"]) == 2
+    assert "b.parquet, row 1 of group 0: expected text under 'text', got NoneType" in capsys.readouterr().err
+    assert np.fromfile(out, "<u2").tolist() == expected  # what was there stays
+
+
+def test_without_pyarrow_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "b.parquet").touch()
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(ValueError, match="b.parquet: parquet needs the package pyarrow: pip install pyarrow"):
+        pieces(Work(inputs=(str(tmp_path / "b.parquet"),), out="t.bin"))
 
 
 def test_what_is_prepared_is_trained_on_without_saying_more(
@@ -47,6 +90,8 @@ def test_what_is_prepared_is_trained_on_without_saying_more(
     assert [*data.train.tokens] == _expected() and data.vocab_size == 320
     facts = json.loads(out.with_suffix(".json").read_text())
     assert (facts["documents"], facts["tokens"], facts["tokenizer"]) == (7, len(_expected()), "bytes-320")
+    with pytest.raises(ValueError, match=r"dtype: expected uint16 \(.*t.json\), got uint32"):
+        TextData(path=str(out), seq_len=8, val_fraction=0, dtype="uint32").open()
     assert facts["fingerprint"] == data.fingerprint and data.describe()["tokenizer"] == "bytes-320"
     assert sorted(path.name for path in out.parent.iterdir()) == ["t.bin", "t.docs", "t.json"]
 
@@ -73,8 +118,8 @@ def test_a_stopped_run_goes_on_from_its_pieces_and_other_work_is_refused(
     assert np.fromfile(out, "<u2").tolist() == _expected()
 
 
-def test_any_tokenizer_json_will_do(inputs: tuple[str, ...], tmp_path: Path) -> None:
-    tokenizers = pytest.importorskip("tokenizers")
+def _tokenizer(path: Path) -> Any:
+    """A tokenizer of 300 tokens, written to ``path``."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = tokenizers.trainers.BpeTrainer(
@@ -82,7 +127,12 @@ def test_any_tokenizer_json_will_do(inputs: tuple[str, ...], tmp_path: Path) -> 
         show_progress=False,
     )  # fmt: skip
     tokenizer.train_from_iterator(LINES, trainer)
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    tokenizer.save(str(path))
+    return tokenizer
+
+
+def test_any_tokenizer_json_will_do(inputs: tuple[str, ...], tmp_path: Path) -> None:
+    tokenizer = _tokenizer(tmp_path / "tokenizer.json")
     facts = prepare(
         Work(inputs=inputs[1:], out=str(tmp_path / "t.bin"), tokenizer=str(tmp_path / "tokenizer.json"), layout="llmc"),
         workers=1,
@@ -99,7 +149,14 @@ def test_any_tokenizer_json_will_do(inputs: tuple[str, ...], tmp_path: Path) -> 
         (["gone.txt"], "'gone.txt' is no file"),
         (["b.csv"], "'b.csv': expected .txt, .jsonl, .parquet"),
         (["bad.jsonl"], "bad.jsonl, byte 14: expected a JSON object with the key 'text'"),
-        (["number.jsonl"], "expected text under 'text', got int"),
+        (["number.jsonl"], "number.jsonl, byte 0: expected text under 'text', got int"),
+        (["key.jsonl"], "key.jsonl, byte 0: expected a JSON object with the key 'text': KeyError"),
+        (["half.jsonl"], "half.jsonl, byte 0: expected text under 'text': 'utf-8' codec can't encode"),
+        (["latin.jsonl"], "latin.jsonl, byte 0: expected a JSON object with the key 'text': UnicodeDecodeError"),
+        (["latin.txt", "--tokenizer", "tokenizer.json"], "latin.txt, byte 5: expected UTF-8, got b'\\xe9'"),
+        (["empty.txt", "empty.jsonl"], "no document in empty.txt, empty.jsonl; nothing was written"),
+        (["a.parquet"], "a.parquet: is no parquet file"),
+        (["a.txt", "--workers", "0"], "workers: expected a number > 0, got 0"),
         (["a.txt", "--tokenizer", "none.json"], "'none.json' is no tokenizer.json"),
     ],
 )
@@ -111,6 +168,14 @@ def test_what_cannot_be_prepared_is_one_line(
     (tmp_path / "b.csv").touch()
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text')
     (tmp_path / "number.jsonl").write_text('{"text": 3}\n')
-    assert main(["prepare", *words, "--out", "t.bin", "--workers", "1"]) == 2
+    (tmp_path / "key.jsonl").write_text('{"txt": "a"}\n')
+    (tmp_path / "half.jsonl").write_text('{"text": "\\ud800"}\n')
+    (tmp_path / "latin.jsonl").write_bytes(b'{"text": "\xe9"}\n')
+    (tmp_path / "latin.txt").write_bytes(b"a\fcaf\xe9")
+    (tmp_path / "empty.txt").write_text("\f\f")
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "a.parquet").write_text("a")
+    _tokenizer(tmp_path / "tokenizer.json")
+    assert main(["prepare", "--out", "t.bin", "--workers", "1", *words]) == 2
     line = capsys.readouterr().err
     assert said in line and line.startswith("vescale.data: ") and line.count("\n") == 1
