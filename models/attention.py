@@ -56,6 +56,8 @@ class Attention(nn.Module):
         self.q_norm = None if qk_norm_eps is None else RMSNorm(head_dim, eps=qk_norm_eps)
         self.k_norm = None if qk_norm_eps is None else RMSNorm(head_dim, eps=qk_norm_eps)
         self.sinks = nn.Parameter(torch.zeros(num_heads)) if sinks else None
+        self.num_heads, self.group = num_heads, num_heads // num_kv_heads
+        self.register_buffer("max_logit", None, persistent=False)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mask: Mask = None) -> torch.Tensor:
         """Returns what each token gathers from those up to itself.
@@ -74,9 +76,28 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         value = self.v_proj(x).unflatten(-1, heads)
-        out = attend(rotate(query, cos, sin), rotate(key, cos, sin), value, mask=mask, sinks=self.sinks)
+        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+        keep_largest_(self.max_logit, query, key, mask=mask)
+        out = attend(query, key, value, mask=mask, sinks=self.sinks)
         projected: torch.Tensor = self.o_proj(out.flatten(2))
         return projected
+
+    def watch_logits(self) -> None:
+        """Begins to keep the largest logit of each head in ``max_logit``; see ``keep_largest_``."""
+        self.max_logit = torch.full((self.num_heads,), -torch.inf, device=self.q_proj.weight.device)
+
+    def logit_weights(self) -> list[tuple[nn.Module, int, tuple[tuple[int, float], ...]]]:
+        """Returns the projections whose scale is that of the logits.
+
+        For each, how many neighbouring heads share its rows, and how many rows of one of them take which power of a
+        factor on the logits: half on both sides of the product.
+
+        Raises:
+            ValueError: If queries and keys are normalised, which takes away whatever scale their weights have.
+        """
+        if self.q_norm is not None:
+            raise ValueError("a clip of logits needs attention without q_norm and k_norm, which undo any scale of W_q")
+        return [(self.q_proj, 1, ((self.head_dim, 0.5),)), (self.k_proj, self.group, ((self.head_dim, 0.5),))]
 
 
 class LatentAttention(nn.Module):
@@ -130,6 +151,7 @@ class LatentAttention(nn.Module):
         self.kv_b_proj = Linear(kv_lora_rank, num_heads * (nope_dim + v_dim))
         self.o_proj = Linear(num_heads * v_dim, hidden_size)
         self.full_rank_query = q_lora_rank is None
+        self.register_buffer("max_logit", None, persistent=False)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mask: Mask = None) -> torch.Tensor:
         """Returns what each token gathers from those up to itself; as ``Attention.forward``, tables of ``rope_dim``."""
@@ -142,9 +164,25 @@ class LatentAttention(nn.Module):
         query_rope = rotate(self._halves(query_rope), cos, sin)
         key_rope = rotate(self._halves(key_rope[:, :, None]), cos, sin).expand(-1, -1, self.num_heads, -1)
         query, key = torch.cat((query_nope, query_rope), dim=-1), torch.cat((key_nope, key_rope), dim=-1)
+        keep_largest_(self.max_logit, query, key, mask=mask, scale=self.scale)
         out = attend(query, key, value, mask=mask, sinks=None, scale=self.scale)
         projected: torch.Tensor = self.o_proj(out.flatten(2))
         return projected
+
+    def watch_logits(self) -> None:
+        """Begins to keep the largest logit of each head in ``max_logit``; see ``keep_largest_``."""
+        self.max_logit = torch.full((self.num_heads,), -torch.inf, device=self.kv_b_proj.weight.device)
+
+    def logit_weights(self) -> list[tuple[nn.Module, int, tuple[tuple[int, float], ...]]]:
+        """Returns the projections whose scale is that of the logits, as ``Attention.logit_weights``.
+
+        The rotating part of the key is one for all heads and left as it is; that of the query takes the whole factor.
+        """
+        query = self.q_proj if self.full_rank_query else self.q_b_proj
+        return [
+            (query, 1, ((self.nope_dim, 0.5), (self.rope_dim, 1.0))),
+            (self.kv_b_proj, 1, ((self.nope_dim, 0.5), (self.v_dim, 0.0))),
+        ]
 
     def _halves(self, x: torch.Tensor) -> torch.Tensor:
         return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) if self.interleaved else x
@@ -182,6 +220,53 @@ def causal_mask(
         return create_block_mask(sees, None, None, num_tokens, num_tokens, device=device)
     index = torch.arange(num_tokens, device=device)
     return sees(None, None, index[:, None], index[None, :])
+
+
+# Queries whose logits exist at once while the largest is looked for: b heads * 128 * s numbers.
+LOOKED_AT = 128
+
+
+@torch.no_grad()
+def keep_largest_(
+    largest: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor, *, mask: Mask, scale: float | None = None
+) -> None:
+    """Raises each head's entry of ``largest`` to its largest logit of a seen key.
+
+    Nothing happens where it is None, in evaluation (gradients are off), or for a logit that is NaN. Fused kernels do
+    not give the logits away, so their product is computed once more, the causal half of it, in pieces of 128 queries:
+    a third of attention's forward, a tenth of its forward and backward, and no s x s matrix. Recomputed activations are
+    looked at twice, which changes nothing.
+
+    Args:
+        largest: (heads,) float32, or None.
+        query: (b, s, heads, head_dim) floating point, rotated.
+        key: (b, s, kv_heads, head_dim) same dtype.
+        mask: From ``causal_mask``.
+        scale: Of the scores; None: ``1 / sqrt(head_dim)``.
+    """
+    if largest is None or not query.requires_grad:
+        return
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    num_tokens, heads, kv_heads = *query.shape[1:3], key.shape[2]
+    index = torch.arange(num_tokens, device=query.device)
+    for first in range(0, num_tokens, LOOKED_AT):
+        stop = min(first + LOOKED_AT, num_tokens)
+        # Heads that share a key are rows of one product.
+        rows = query[:, first:stop].transpose(1, 2).reshape(len(query), kv_heads, -1, query.shape[-1])
+        scores = (rows @ key[:, :stop].permute(0, 2, 3, 1)).view(len(query), heads, stop - first, stop)
+        unseen = ~_sees(mask, index[first:stop], index[:stop], first)
+        top = scores.masked_fill(unseen, -torch.inf).amax((0, 2, 3)).float() * factor
+        torch.fmax(largest, top, out=largest)
+
+
+def _sees(mask: Mask, queries: torch.Tensor, keys: torch.Tensor, first: int) -> torch.Tensor:
+    """Which of ``keys`` each of ``queries``, from the ``first`` on, sees; (queries, keys) bool, of any ``Mask``."""
+    if isinstance(mask, BlockMask):
+        seen: torch.Tensor = mask.mask_mod(queries[:1], queries[:1], queries[:, None], keys[None, :])
+        return seen
+    if mask is not None:
+        return mask[first : first + len(queries), : len(keys)]
+    return queries[:, None] >= keys[None, :]
 
 
 def attend(

@@ -16,11 +16,13 @@ from optimizers.muon import Muon
 from optimizers.muon8bit import Muon8bit
 from optimizers.newton_schulz import COEFFICIENTS, newton_schulz
 from optimizers.normuon import NorMuon
+from optimizers.qk_clip import QKClip
 from optimizers.schedule import WSD, Constant, Linear, WarmupCosine
 from optimizers.shampoo import Shampoo
 from optimizers.soap import SOAP
+from optimizers.stochastic_rounding import BF16AdamW, BF16Muon
 
 __all__ = [
-    "Adam8bit", "AdamW", "COEFFICIENTS", "Constant", "Linear", "Muon", "Muon8bit", "NorMuon", "SOAP", "Shampoo",
-    "WSD", "WarmupCosine", "newton_schulz",
+    "Adam8bit", "AdamW", "BF16AdamW", "BF16Muon", "COEFFICIENTS", "Constant", "Linear", "Muon", "Muon8bit", "NorMuon",
+    "QKClip", "SOAP", "Shampoo", "WSD", "WarmupCosine", "newton_schulz",
 ]  # fmt: skip

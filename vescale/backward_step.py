@@ -13,18 +13,20 @@ skipping a step that is not finite.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from vescale.fsdp_module import FSDPModule
+from vescale.optimizer import Optimizer
 from vescale.unit import Unit, home_of
 
 
 def step_in_backward(
     model: nn.Module,
-    make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+    optimizer: Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer],
     *,
     max_norm: float | None = None,
     non_finite: str = "raise",
@@ -36,16 +38,18 @@ def step_in_backward(
 
     Args:
         model: The outermost module that ``fully_shard`` was called on, after its weights have a device.
-        make_optimizer: Makes the optimizer of a unit's trainable parameters, e.g. ``lambda params: AdamW(params)``.
+        optimizer: A ``vescale.Optimizer`` of all trainable parameters, whose own ``step`` has nothing left to do then.
+            Or what makes an optimizer of a unit's trainable parameters, e.g. ``lambda params: AdamW(params)``.
         max_norm: Must be None: clipping waits for every gradient.
         non_finite: Must be "raise": skipping a step waits for every gradient too.
 
     Returns:
-        One optimizer per unit that has trainable parameters, in definition order; for schedulers and checkpoints.
+        The ``vescale.Optimizer``, or one optimizer per unit that has trainable parameters, in definition order; for
+        schedulers and checkpoints.
 
     Raises:
-        ValueError: With clipping or skipping; if the model is not sharded, has trainable parameters outside every unit,
-            or steps in backward already.
+        ValueError: With clipping or skipping; if the model is not sharded, has trainable parameters outside every unit
+            or that the optimizer does not have, or steps in backward already.
     """
     if max_norm is not None or non_finite != "raise":
         raise ValueError(
@@ -59,20 +63,52 @@ def step_in_backward(
     if outside or any(unit.after_reduce is not None for unit in units):
         what = f"{outside[0]} is in no unit" if outside else "the model steps in backward already"
         raise ValueError(f"step_in_backward: {what}")
+    params_of = {unit: [p for s in unit.segments for p in s.sharded if p.requires_grad] for unit in units}
+    if isinstance(optimizer, Optimizer):
+        _take_over(optimizer, params_of)
+        return [optimizer]
     optimizers = []
-    for unit in units:
-        params = [p for segment in unit.segments for p in segment.sharded if p.requires_grad]
+    for unit, params in params_of.items():
         if params:
-            optimizers.append(make_optimizer(params))
-            unit.after_reduce = _stepper(optimizers[-1])
+            optimizers.append(optimizer(params))
+            unit.after_reduce = _when_synchronized(functools.partial(_step_all, optimizers[-1]))
     return optimizers
 
 
-def _stepper(optimizer: torch.optim.Optimizer) -> Callable[[Unit], None]:
-    def step(unit: Unit) -> None:
-        unit.realias()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        unit.forget_grads()
+def _take_over(optimizer: Optimizer, params_of: dict[Unit, list[nn.Parameter]]) -> None:
+    """Lets each unit step its parameters of one optimizer."""
+    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    ours = {id(param) for params in params_of.values() for param in params}
+    if held != ours:
+        raise ValueError(
+            f"step_in_backward: expected an Optimizer of the model's {len(ours)} trainable parameters, got one of "
+            f"{len(held)}, {len(held & ours)} of them the model's"
+        )
+    optimizer.in_backward = True
+    for unit, params in params_of.items():
+        if params:
+            unit.after_reduce = _when_synchronized(functools.partial(_step_unit, optimizer, params))
 
-    return step
+
+def _step_unit(optimizer: Optimizer, params: list[nn.Parameter], unit: Unit) -> None:
+    optimizer.step(unit=unit)
+    for param in params:
+        param.grad = None
+    unit.forget_grads()
+
+
+def _step_all(optimizer: torch.optim.Optimizer, unit: Unit) -> None:
+    unit.realias()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    unit.forget_grads()
+
+
+def _when_synchronized(step: Callable[[Unit], None]) -> Callable[[Unit], None]:
+    """ZeRO 2 reduces at every micro-batch; only the last one's is a step."""
+
+    def after_reduce(unit: Unit) -> None:
+        if unit.controls.requires_gradient_sync:
+            step(unit)
+
+    return after_reduce

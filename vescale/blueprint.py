@@ -22,7 +22,7 @@ from vescale.block import Lattice
 from vescale.bucket import exchange_of, together
 from vescale.commit import preview
 from vescale.exchange import Exchange
-from vescale.owners import Key, Load, assign, granule_costs, owned_blocks
+from vescale.owners import Deal, Load, assign, granule_costs, owned_blocks
 from vescale.planner import ALIGN, SegmentPlan, plan_segment
 from vescale.rule import Routing
 from vescale.run import Run, chunk_state, runs_of
@@ -169,7 +169,7 @@ class Blueprint:
             self._runs[rank] = self._laid_out(rank)
             for run in self._runs[rank]:
                 if hasattr(run.rule, "block_state"):
-                    run.create_blocks(owned_blocks(run, self._dealt[0]))
+                    run.create_blocks(owned_blocks(run, self._dealt.owners))
         return self._runs[rank]
 
     def _laid_out(self, rank: int) -> list[Run]:
@@ -190,14 +190,14 @@ class Blueprint:
         return runs
 
     @cached_property
-    def _dealt(self) -> tuple[dict[Key, int], list[Load]]:
+    def _dealt(self) -> Deal:
         """The owner of each cut granule, and the work of every rank."""
         return assign(self._laid_out(0))
 
     def buckets(self, rank: int) -> list[PlannedBucket]:
         """Returns what travels together in the step of ``rank``, in order."""
         if rank not in self._buckets:
-            owners = self._dealt[0]
+            owners = self._dealt.owners
             self._buckets[rank] = [PlannedBucket(runs, exchange_of(runs, owners)) for runs in together(self.runs(rank))]
         return self._buckets[rank]
 
@@ -210,7 +210,7 @@ class Blueprint:
     @cached_property
     def load(self) -> Load | None:
         """What each rank computes on whole blocks in a step; None without a rule over blocks."""
-        loads = self._dealt[1]
+        loads = self._dealt.loads
         if not loads:
             return None
         flops = np.sum([self._everybody(np.array(load.flops)) for load in loads], axis=0)
@@ -219,7 +219,7 @@ class Blueprint:
     @property
     def work(self) -> float:
         """FLOPs of all whole blocks of a rank and of those that it shares them with."""
-        return sum(sum(load.flops) for load in self._dealt[1])
+        return sum(sum(load.flops) for load in self._dealt.loads)
 
     def _everybody(self, values: np.ndarray) -> np.ndarray:
         """(num_ranks, ...) values of all ranks, from those of the ranks that share a buffer, alike for every part."""

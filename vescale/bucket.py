@@ -18,11 +18,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
+from vescale.counting import Counters
 from vescale.exchange import Crossing, Exchange
-from vescale.owners import Key, window_shape
+from vescale.owners import Deal, Key, window_shape
 from vescale.rule import rule_for, whole_shape
 from vescale.run import Run
+from vescale.sharing import sharing_of
 
 # Payload bytes of one all-to-all: large enough that its latency does not show, small enough that a few in flight are no
 # memory to speak of.
@@ -70,15 +73,18 @@ class Write(NamedTuple):
 class Bucket:
     """Runs of one rule that travel together, and where each is in the step."""
 
-    def __init__(self, runs: Sequence[Run], owners: Mapping[Key, int]) -> None:
+    def __init__(self, runs: Sequence[Run], dealt: Deal, counters: Counters) -> None:
         self.runs, self.group, self.rule = list(runs), runs[0].group, runs[0].rule
         self.has_blocks = hasattr(self.rule, "block")
         self.has_state = hasattr(self.rule, "block_state")
         self.kept: list[Job] = []
         self.arriving: dict[int, list[Job]] = {}  # of each crossing owned here
         if self.has_blocks:
-            self.kept = [job for at, run in enumerate(runs) for job in _kept(at, run)]
-        self.exchange = exchange_of(runs, owners)
+            self.kept = [job for at, run in enumerate(runs) for job in _kept(at, run, dealt.replicas)]
+        self.exchange = exchange_of(runs, dealt.owners, replicas=dealt.replicas, counters=counters)
+        self.sharing = sharing_of(runs, dealt.replicas, counters)
+        # Of any copy: all ranks that hold a shard begin to share a bucket at the same place of the step.
+        self.is_cut = self.has_blocks and any(run.boundary(i) for run in runs for i in range(len(run.params)))
         if self.exchange:
             for i in self.exchange.mine:
                 cut = self.exchange.crossings[i]
@@ -90,6 +96,8 @@ class Bucket:
 
     def prepare(self, rule: Any, skip: torch.Tensor | None) -> None:
         """Runs the rule's element-wise part and sends the payloads of cut blocks on their way."""
+        for run in self.runs:
+            run.fetch()
         if not self.has_blocks and hasattr(rule, "prepare_runs"):
             runs = self.runs
             rule.prepare_runs(
@@ -98,7 +106,7 @@ class Bucket:
             return
         self.payloads = []
         for run in self.runs:
-            if self.has_blocks:  # so that an exception in a block can be taken back
+            if self.has_blocks and not run.offloaded:  # so that an exception in a block can be taken back
                 self.before += [(value, value.clone()) for value in run.state.values()]
             of = rule_for(rule, whole_shape(run.params[0]))
             payloads = of.prepare(run.param(), run.grad(), run.all_state, skip=skip)
@@ -123,19 +131,26 @@ class Bucket:
                 for jobs in self._batches(self.arriving[crossing]):
                     self._compute(rule, jobs, flats, direction)
             self.exchange.reply()
+        if self.sharing and not self.is_cut:
+            self.sharing.start(self.directions)
         self.payloads = []
 
     def apply(self, rule: Any, skip: torch.Tensor | None) -> None:
         """Steps the parameters along the directions and writes block state."""
         if self.exchange:
             self.exchange.collect([(run.start, flat) for run, flat in zip(self.runs, self.directions, strict=True)])
+        if self.sharing:
+            if self.is_cut:
+                self.sharing.start(self.directions)
+            self.sharing.finish(self.directions)
         for row, value in self.writes:
-            row.copy_(value if skip is None else torch.where(skip > 0, row, value))
+            row.copy_(value if skip is None else torch.where(skip > 0, row.to(value.device), value), non_blocking=True)
         for run, direction in zip(self.runs, self.directions, strict=False):
             _zero_gaps(run, direction)
             rule.apply(run.param(), direction, run.all_state, skip=skip)
         torch._foreach_add_([run.steps for run in self.runs], 1 if skip is None else 1 - skip)
         for run in self.runs:
+            run.put_back()
             run.advance()
         self.directions, self.writes, self.before = [], [], []
 
@@ -143,6 +158,8 @@ class Bucket:
         """Takes back what ``prepare`` wrote, after an exception."""
         for value, before in self.before:
             value.copy_(before)
+        for run in self.runs:
+            run.put_back(failed=True)
         self.payloads, self.directions, self.writes, self.before = [], [], [], []
 
     # --- blocks ---
@@ -189,7 +206,8 @@ class Bucket:
             name: [run.blocks[job.member].row(name, job.block, first.shape) for job in jobs]
             for name, first in firsts.items()
         }
-        state = {name: _gather(of, of[0].shape) for name, of in rows.items()}
+        device = run.steps.device
+        state = {name: _gather(of, of[0].shape).to(device, non_blocking=True) for name, of in rows.items()}
         state["step"] = run.steps[0]
         direction, changed = rule.block(payloads, state, refresh=self._due(jobs[0]))
         for name, values in changed.items():
@@ -213,18 +231,31 @@ def _zero_gaps(run: Run, direction: torch.Tensor) -> None:
             direction[low:high].zero_()
 
 
-def pack(runs: Sequence[Run], owners: Mapping[Key, int]) -> list[Bucket]:
+def pack(runs: Sequence[Run], dealt: Deal, counters: Counters) -> list[Bucket]:
     """Returns the buckets of a step, in order."""
-    return [Bucket(bucket, owners) for bucket in together(runs)]
+    return [Bucket(bucket, dealt, counters) for bucket in together(runs)]
 
 
-def exchange_of(runs: Sequence[Run], owners: Mapping[Key, int]) -> Exchange | None:
-    """Returns the all-to-all of runs that travel together; None where no edge cuts a block of theirs."""
+def exchange_of(
+    runs: Sequence[Run],
+    owners: Mapping[Key, int],
+    *,
+    replicas: Mapping[Key, int] | None = None,
+    counters: Counters | None = None,
+) -> Exchange | None:
+    """Returns the all-to-all of runs that travel together; None where no edge cuts a block of theirs.
+
+    Args:
+        runs: Of one rule.
+        owners: Of each cut granule.
+        replicas: Which copy computes each granule; None or empty: every copy all of them.
+        counters: Told what is sent.
+    """
     first, group = runs[0], runs[0].process_group
     if group is None or not hasattr(first.rule, "block"):
         return None
-    cut = [crossing for at, run in enumerate(runs) for crossing in _crossings(at, run, owners)]
-    return Exchange(cut, first.rank, first.num_ranks, group) if cut else None
+    cut = [crossing for at, run in enumerate(runs) for crossing in _crossings(at, run, owners, replicas or {})]
+    return Exchange(cut, first.rank, first.num_ranks, group, counters) if cut else None
 
 
 def together(runs: Sequence[Run]) -> list[list[Run]]:
@@ -259,23 +290,32 @@ def _jobs(at: int, run: Run, index: int, granule: int, start: int) -> list[Job]:
     return [Job(at, index, first + i, start, box, window, lead) for i, window in enumerate(lattice.windows(granule))]
 
 
-def _kept(at: int, run: Run) -> list[Job]:
-    """The blocks of the granules that lie whole in a run on this rank."""
+def _is_ours(run: Run, key: Key, replicas: Mapping[Key, int]) -> bool:
+    """Whether the ranks of this copy compute a granule."""
+    return not replicas or run.replicas is None or replicas[key] == dist.get_rank(run.replicas)
+
+
+def _kept(at: int, run: Run, replicas: Mapping[Key, int]) -> list[Job]:
+    """The blocks of the granules that lie whole in a run on this rank, as far as this copy computes them."""
     jobs = []
     for index, param in enumerate(run.params):
         lattice, offset = run.lattice(index), run.offsets[index]
         low, high = (min(max(edge - offset, 0), param.numel()) for edge in (run.start, run.stop))
         for granule in lattice.cut(low, high).whole if high > low else ():
+            if not _is_ours(run, (run.names[index], granule), replicas):
+                continue
             jobs += _jobs(at, run, index, granule, lattice.granule(granule)[0] + offset - run.start)
     return jobs
 
 
-def _crossings(at: int, run: Run, owners: Mapping[Key, int]) -> list[Crossing]:
-    """The granules of a run that rank edges cut, on every rank, with their owners."""
+def _crossings(at: int, run: Run, owners: Mapping[Key, int], replicas: Mapping[Key, int]) -> list[Crossing]:
+    """The granules of a run that rank edges cut, on every rank of this copy, with their owners."""
     found = []
     for index, (name, offset) in enumerate(zip(run.names, run.offsets, strict=True)):
         lattice = run.lattice(index)
         for granule in run.boundary(index):
+            if not _is_ours(run, (name, granule), replicas):
+                continue
             start, stop = (offset + edge for edge in lattice.granule(granule))
             found.append(Crossing(at, index, granule, start, stop, run.shard_size, owners[name, granule]))
     return found

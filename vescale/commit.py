@@ -6,7 +6,6 @@ and a parameter that several units share goes to their lowest common unit.
 
 from __future__ import annotations
 
-import functools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
@@ -19,6 +18,7 @@ from vescale import collectives
 from vescale.anatomy import Anatomy
 from vescale.block import Block, Lattice
 from vescale.planner import SegmentPlan
+from vescale.rule import unwrapped
 from vescale.segments import Capacity, plan_model
 from vescale.shard_state import ShardState, Tree, state_of
 from vescale.state_hooks import watch_states
@@ -142,7 +142,7 @@ def preview(
     names: dict[ShardState, str] = {}
     for name, inner in module.named_modules():
         if (state := state_of(inner)) is not None:
-            names.setdefault(state, _plain(name))
+            names.setdefault(state, unwrapped(name))
     sharing = {state_of(inner): count for inner, count in (fewer or {}).items()}
     units = [(s, members[id(s)], sharing.get(s, num_ranks) if s.zero else 1) for s in names]
     return list(zip(names.values(), _plan(units, capacity), strict=True))
@@ -180,7 +180,7 @@ def _assign(root: ShardState) -> dict[int, list[Member]]:
                 member, owner = found[id(param)]
                 found[id(param)] = (member, _common(owner, state))
             else:
-                member = Member(_plain(prefix + name), param, [])
+                member = Member(unwrapped(prefix + name), param, [])
                 found[id(param)] = (member, state)
             if (module, name) not in member.homes:
                 member.homes.append((module, name))
@@ -205,14 +205,6 @@ def _common(a: ShardState, b: ShardState) -> ShardState:
     """The lowest unit above both; the outermost module is above everything."""
     above = set(map(id, _chain(b)))
     return next(state for state in _chain(a) if id(state) in above)
-
-
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
-
-
-def _plain(name: str) -> str:
-    """The name a user gave, without what wrappers put into it."""
-    return functools.reduce(lambda text, wrapper: text.replace(wrapper, ""), _WRAPPERS, name)
 
 
 def _block(state: ShardState, member: Member) -> Block:

@@ -22,7 +22,7 @@ class Counters:
     grad_copies: int = 0  # gradients that autograd produced elsewhere and a hook copied into their slot
     grad_copy_bytes: int = 0
     grads_in_place: int = 0  # gradients that their layer wrote into their slot
-    exchange_bytes: int = 0  # sent by the optimizer for blocks that rank edges cut
+    exchange_bytes: int = 0  # sent by the optimizer: blocks that rank edges cut, directions that copies share
 
     def add(self, other: Counters) -> None:
         """Adds ``other`` to this."""

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from vescale import collectives
+from vescale.counting import Counters
 
 Flat = tuple[int, torch.Tensor]  # where a run begins in its buffer, and its elements
 
@@ -77,20 +78,27 @@ class Exchange:
         rank: This rank's position in ``group``.
         num_ranks: Size of ``group``.
         group: The ranks that share the buffers.
+        counters: Told what this rank sends.
     """
 
     outgoing: list[Move]  # parts that this rank holds of granules owned elsewhere, by peer, then by granule
     incoming: list[Move]  # parts that other ranks hold of granules owned here, by peer, then by granule
-    bytes_sent: int  # by this rank, both ways, since the beginning
 
-    def __init__(self, crossings: Sequence[Crossing], rank: int, num_ranks: int, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self,
+        crossings: Sequence[Crossing],
+        rank: int,
+        num_ranks: int,
+        group: dist.ProcessGroup,
+        counters: Counters | None = None,
+    ) -> None:
         self.crossings, self.rank, self.num_ranks, self.group = list(crossings), rank, num_ranks, group
         self.mine = [i for i, crossing in enumerate(crossings) if crossing.owner == rank]
         away = [Move(i, c.owner, *c.part(rank)) for i, c in enumerate(crossings) if c.owner != rank]
         here = [Move(i, peer, *crossings[i].part(peer)) for i in self.mine for peer in crossings[i].holders()]
         self.outgoing = sorted((move for move in away if move.stop > move.start), key=lambda move: move.peer)
         self.incoming = sorted((move for move in here if move.peer != rank), key=lambda move: move.peer)
-        self.bytes_sent = 0
+        self.counters = counters or Counters()
         self._flight: Flight | None = None
         self._payloads: Sequence[Sequence[Flat]] = ()
         self._directions: dict[int, torch.Tensor] = {}
@@ -137,13 +145,17 @@ class Exchange:
             directions: Per run: where it begins and its (n,) elements in the wire dtype.
         """
         received = self._land()
+        to, sources = [], []
         for i in self.mine:
             crossing = self.crossings[i]
             own = crossing.part(self.rank)
             if own[1] > own[0]:
-                _slice(directions[crossing.run], *own).copy_(_slice((crossing.start, self._directions[i]), *own))
+                to.append(_slice(directions[crossing.run], *own))
+                sources.append(_slice((crossing.start, self._directions[i]), *own))
         for move, piece in zip(self.outgoing, received.split(_sizes(self.outgoing)), strict=True):
-            _slice(directions[self.crossings[move.crossing].run], move.start, move.stop).copy_(piece)
+            to.append(_slice(directions[self.crossings[move.crossing].run], move.start, move.stop))
+            sources.append(piece)
+        copy_all(to, sources)
         self._directions = {}
 
     def _assemble(self, received: torch.Tensor) -> dict[int, list[torch.Tensor]]:
@@ -151,16 +163,18 @@ class Exchange:
         count = len(self._payloads[0])
         sizes = {i: self.crossings[i].stop - self.crossings[i].start for i in self.mine}
         granules = {i: [received.new_empty(size) for _ in range(count)] for i, size in sizes.items()}
+        to, sources = [], []
         for i in self.mine:
             crossing = self.crossings[i]
             own = crossing.part(self.rank)
             if own[1] > own[0]:
-                for k, flat in enumerate(granules[i]):
-                    _slice((crossing.start, flat), *own).copy_(_slice(self._payloads[crossing.run][k], *own))
-        pieces = iter(received.split([size for size in _sizes(self.incoming) for _ in range(count)]))
+                to += [_slice((crossing.start, flat), *own) for flat in granules[i]]
+                sources += [_slice(flat, *own) for flat in self._payloads[crossing.run]]
         for move in self.incoming:
-            for flat in granules[move.crossing]:
-                _slice((self.crossings[move.crossing].start, flat), move.start, move.stop).copy_(next(pieces))
+            start = self.crossings[move.crossing].start
+            to += [_slice((start, flat), move.start, move.stop) for flat in granules[move.crossing]]
+        sources += received.split([size for size in _sizes(self.incoming) for _ in range(count)])
+        copy_all(to, sources)
         return granules
 
     def _all_to_all(
@@ -170,7 +184,7 @@ class Exchange:
         send = torch.cat(list(pieces)) if pieces else like.new_empty(0)
         send_splits, out_splits = (_splits(moves, self.num_ranks, count) for moves in (out, back))
         received = like.new_empty(sum(out_splits))
-        self.bytes_sent += send.nbytes
+        self.counters.exchange_bytes += send.nbytes
         work = collectives.all_to_all(
             received, send, out_splits=out_splits, send_splits=send_splits, group=self.group, async_op=True
         )
@@ -180,6 +194,12 @@ class Exchange:
         assert self._flight is not None  # send() or reply() came first
         flight, self._flight = self._flight, None
         return flight.land()
+
+
+def copy_all(to: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copies each of ``sources`` into its place, in one launch where there are many."""
+    if to:
+        torch._foreach_copy_(to, sources)
 
 
 def _sizes(moves: Sequence[Move]) -> list[int]:

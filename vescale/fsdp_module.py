@@ -200,8 +200,8 @@ class FSDPModule:
     )
     # --- what a collective is ---
 
-    def set_custom_all_gather(self, comm: Callable[..., Any]) -> None:
-        """Gathers this module's own unit by ``comm``.
+    def set_custom_all_gather(self, comm: Callable[..., Any] | None) -> None:
+        """Gathers this module's own unit by ``comm``; None goes back to torch's all-gather.
 
         Args:
             comm: Called as torch's ``AllGather``: ``comm(output, input, group=, async_op=)``. The output is the buffer
@@ -213,8 +213,10 @@ class FSDPModule:
         """
         self._comms("set_custom_all_gather", comm).all_gather = comm
 
-    def set_custom_reduce_scatter(self, comm: Callable[..., Any]) -> None:
-        """Reduces this module's own unit by ``comm``; sums over replicas are all-reduces as before.
+    def set_custom_reduce_scatter(self, comm: Callable[..., Any] | None) -> None:
+        """Reduces this module's own unit by ``comm``; None goes back to torch's reduce-scatter.
+
+        Sums over replicas are all-reduces as before.
 
         Args:
             comm: Called as torch's ``ReduceScatter``: ``comm(output, input, group=, op=, async_op=)``, always with SUM.
@@ -260,7 +262,7 @@ class FSDPModule:
 
     def _comms(self, call: str, comm: Any) -> Comms:
         comms = self._vescale_state.controls.comms
-        if not callable(comm):
+        if not (comm is None or callable(comm)):
             raise ValueError(f"{call}: expected a function, got {type(comm).__name__}")
         if comms.pool is not contextlib.nullcontext:
             raise ValueError(f"{call}: this module's buffers come from the process group or symmetric memory already")

@@ -42,15 +42,18 @@ def full_state_dict(model: nn.Module, *, on_every_rank: bool = False) -> dict[st
     return {name: found[name] for name in model.state_dict()} if wanted else {}
 
 
-def iter_full_state(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields names and whole tensors, segment by segment; every rank must run it to its end, in step with the others.
+def iter_full_state(owner: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields names and whole tensors; every rank must run it to its end, in step with the others.
 
-    A tensor is a view of one segment's gathered buffer: copy or write it before going on.
+    Of a model, segment by segment: a tensor is a view of one segment's gathered buffer, to be copied or written before
+    going on. Of an optimizer, tensor by tensor, so that its whole state never lies anywhere at once.
 
     Args:
-        model: Has sharded modules in it.
+        owner: A module that has sharded modules in it, or a ``vescale.Optimizer``.
     """
-    return ((name, tensor) for name, tensor, _ in _stream(model))
+    if isinstance(owner, nn.Module):
+        return ((name, tensor) for name, tensor, _ in _stream(owner))
+    return ((name, t.full_tensor() if isinstance(t, DTensor) else t) for name, t in owner.named_state().items())
 
 
 def load_full(model: nn.Module, state: Mapping[str, torch.Tensor] | None, *, strict: bool = True) -> None:

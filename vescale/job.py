@@ -20,6 +20,8 @@ POSITIVE_OR_NULL = (
     "peak_tflops",
 )
 
+QK_CLIP = "qk_clip"  # the one key of ``optimizer`` that is no group
+
 
 @runtime_checkable
 class Schedule(Protocol):
@@ -164,6 +166,7 @@ class RunConfig:
         run_dir: The run's folder; a checkpoint in it is continued.
         model: The model.
         optimizer: ``{group: {"pattern": one glob or several, "rule": a rule}}``; the first match takes a parameter.
+            ``qk_clip``, where it stands among them, is no group but what clips attention logits after a step, or None.
         data: The tokens.
         parallelism: How the ranks share the model.
         trainer: How long and how often.
@@ -189,9 +192,11 @@ class RunConfig:
     def __post_init__(self) -> None:
         problems = [
             f"optimizer.{name}: expected pattern (one glob or several) and rule, got {group!r}"
-            for name, group in self.optimizer.items()
+            for name, group in self._groups.items()
             if not _is_group(group)
         ]
+        if self.logit_clip is not None and not hasattr(self.logit_clip, "factors"):
+            problems.append(f"optimizer.qk_clip: expected null or a clip of logits, got {self.logit_clip!r}")
         if self.world_size is not None and not self.dry_run:
             problems.append("world_size: only dry_run=true takes it; torchrun says how many ranks a run has")
         if self.world_size is not None and self.world_size < 1:
@@ -206,7 +211,16 @@ class RunConfig:
         Raises:
             ValueError: If a group's rule is none.
         """
-        return Rules(**{name: (group["pattern"], group["rule"]) for name, group in self.optimizer.items()})
+        return Rules(**{name: (group["pattern"], group["rule"]) for name, group in self._groups.items()})
+
+    @property
+    def logit_clip(self) -> Any:
+        """What clips attention logits after a step, such as ``optimizers.QKClip``; None: nothing does."""
+        return self.optimizer.get(QK_CLIP)
+
+    @property
+    def _groups(self) -> dict[str, Any]:
+        return {name: group for name, group in self.optimizer.items() if name != QK_CLIP}
 
 
 def _is_group(group: Any) -> bool:

@@ -26,11 +26,12 @@ import torch
 from torch import nn
 
 from vescale.bucket import Bucket, pack
+from vescale.counting import Counters
 from vescale.grad_norm import clip_grad_norm_
-from vescale.owners import Key, Load, assign, owned_blocks
+from vescale.owners import Deal, Key, Load, assign, owned_blocks
 from vescale.rule import Routing, Rules, state_bytes, table
 from vescale.run import Run, runs_of
-from vescale.unit import PENDING, home_of
+from vescale.unit import PENDING, Unit, home_of
 
 # Which gradients ``clip_grad_norm_`` scales: those of rules without blocks only under "non_matrix", since a rule that
 # orthogonalises has no use for the scale, and one spike scaled to nothing would stall it (NVIDIA/Megatron-LM #5394).
@@ -48,22 +49,38 @@ class Optimizer(torch.optim.Optimizer):
         named_parameters: ``model.named_parameters()``, after ``fully_shard`` and after the weights have a device.
             Parameters outside any unit are stepped too, alike on every rank. Frozen ones are left out.
         rules: Groups and their rules.
+        share_replicas: Where copies of the parameters exist (a mesh of two axes, ZeRO 0), deal the blocks over all
+            copies' ranks: each is computed once in the world, and its direction travels to the other copies. False:
+            each copy's ranks compute every block.
+        offload_state: Keep the rules' state in the CPU's memory, pinned where there is an accelerator; a step brings a
+            bucket of it at a time to the parameters' device and back. What is computed is computed there, all the same.
 
     Raises:
-        ValueError: Where routing fails (see ``Rules.route``), an edge cuts what a rule never lets be cut, or parameters
-            are not float32, on the meta device, or not planned yet.
+        ValueError: Where routing fails (see ``Rules.route``), an edge cuts what a rule never lets be cut, parameters
+            are not of the rule's dtype (float32), on the meta device, or not planned yet, or there are no copies to
+            share between.
+        NotImplementedError: To share blocks of a rule that keeps state where they are computed.
     """
 
     routing: Routing
     runs: list[Run]
-    owners: dict[Key, int]  # of each cut granule (name, index); a position in its mesh
-    loads: list[Load]  # of each process group
+    dealt: Deal  # who computes what
+    counters: Counters  # of this rank; see ``vescale.counters``
+    in_backward: bool  # units are stepped one by one: see ``step_in_backward``
 
-    def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]], rules: Rules) -> None:
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        rules: Rules,
+        *,
+        share_replicas: bool = False,
+        offload_state: bool = False,
+    ) -> None:
         named = [(name, param) for name, param in named_parameters if param.requires_grad]
         _check_parameters(named)
         self.routing, self.rules = rules.route(named), rules
         params = dict(named)
+        _check_dtypes(self.routing, params)
         groups = [
             {
                 "params": [(route.name, params[route.name]) for route in routes],
@@ -75,23 +92,50 @@ class Optimizer(torch.optim.Optimizer):
         ]
         super().__init__(groups, {})
         _check_cuts(self.routing, params)
-        self.runs = [run for group in self.param_groups for run in runs_of(group, rules.groups[group["name"]].rule)]
-        self.owners, self.loads = assign(self.runs)
+        self.runs = [
+            run
+            for group in self.param_groups
+            for run in runs_of(group, rules.groups[group["name"]].rule, offload_state=offload_state)
+        ]
+        if share_replicas:
+            _check_sharing(self.runs)
+        self.dealt, self.counters, self.in_backward = (
+            assign(self.runs, share_replicas=share_replicas),
+            Counters(),
+            False,
+        )
         for run in self.runs:
             self._create_state(run)
         self._units = list({id(run.home.unit): run.home.unit for run in self.runs if run.home}.values())
         self._programs: dict[tuple[tuple[int, int, int], ...], list[Bucket]] = {}
 
+    @property
+    def owners(self) -> dict[Key, int]:
+        """Of each cut granule (name, index): a position in its mesh."""
+        return self.dealt.owners
+
+    @property
+    def loads(self) -> list[Load]:
+        """Of each process group."""
+        return self.dealt.loads
+
     # --- the step ---
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, *, skip: torch.Tensor | None = None) -> Any:
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        *,
+        skip: torch.Tensor | None = None,
+        unit: Unit | None = None,
+    ) -> Any:
         """Steps every parameter that has a gradient.
 
         Args:
             closure: Recomputes the loss, as in torch.
             skip: () float32 on the parameters' device, equal on every rank: 1.0 leaves parameters and state bit for bit
                 as they are.
+            unit: Step the parameters of this unit alone. Every rank steps its units in the same order.
 
         Returns:
             What the closure returned.
@@ -100,10 +144,11 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        runs = self.runs if unit is None else [run for run in self.runs if run.home and run.home.unit is unit]
         with torch._C.DisableTorchFunctionSubclass():  # a parameter's attributes are read three times as fast
-            self._check_alive()
-            buckets = self._program()
-        for run in self.runs:
+            self._check_alive(runs, self._units if unit is None else [unit])
+            buckets = self._program(runs)
+        for run in runs:
             run.clock += 1
         rules = {group["name"]: self._rule_now(group) for group in self.param_groups}
         try:
@@ -130,15 +175,17 @@ class Optimizer(torch.optim.Optimizer):
         if pending is not None:
             pending.apply(rules[pending.group], skip)
 
-    def _check_alive(self) -> None:
+    def _check_alive(self, runs: Sequence[Run], units: Sequence[Unit]) -> None:
         """Puts parameters that were assigned to back into their shards, and refuses what is not float32 any more."""
-        for unit in self._units:
+        for unit in units:
             unit.realias()
-        for run in self.runs:
-            if run.dtype is not torch.float32:
+        for run in runs:
+            wanted = _dtype_of(run.rule)
+            if run.dtype is not wanted:
                 raise ValueError(
-                    f"{run.names[0]} has become {run.dtype}: expected float32, as when this Optimizer was made; "
-                    "cast before making it, and compute in another dtype by MixedPrecisionPolicy(param_dtype=...)"
+                    f"{run.names[0]} has become {run.dtype}: expected {str(wanted).removeprefix('torch.')}, as when "
+                    "this Optimizer was made; cast before making it, and compute in another dtype by "
+                    "MixedPrecisionPolicy(param_dtype=...)"
                 )
 
     def clip_grad_norm_(self, max_norm: float, *, policy: str = "all", norm_type: float = 2.0) -> torch.Tensor:
@@ -154,8 +201,11 @@ class Optimizer(torch.optim.Optimizer):
             () float32, the norm before, complete and equal on every rank.
 
         Raises:
-            ValueError: For another policy, a negative ``max_norm`` or a ``norm_type`` that is not positive.
+            ValueError: For another policy, a negative ``max_norm`` or a ``norm_type`` that is not positive, or where
+                units are stepped in backward.
         """
+        if self.in_backward:
+            raise ValueError("clip_grad_norm_: units are stepped in backward, when the norm of all is not known yet")
         if policy not in CLIP_POLICIES:
             raise ValueError(f"clip_grad_norm_: expected a policy of {CLIP_POLICIES}, got {policy!r}")
         every = [param for run in self.runs for param in run.params]
@@ -177,12 +227,12 @@ class Optimizer(torch.optim.Optimizer):
         rule = self.rules.groups[group["name"]].rule
         return dataclasses.replace(rule, **{key: group[key] for key in _hyperparameters(rule)})
 
-    def _program(self) -> list[Bucket]:
-        """Buckets of the runs that have gradients, made once per set of such runs."""
-        active = [part for run in self.runs for part in run.active()]
+    def _program(self, runs: Sequence[Run]) -> list[Bucket]:
+        """Buckets of those runs that have gradients, made once per set of such runs."""
+        active = [part for run in runs for part in run.active()]
         key = tuple((id(run.parent), run.first, len(run.params)) for run in active)
         if key not in self._programs:
-            self._programs[key] = pack(active, self.owners)
+            self._programs[key] = pack(active, self.dealt, self.counters)
         return self._programs[key]
 
     # --- state ---
@@ -204,12 +254,23 @@ class Optimizer(torch.optim.Optimizer):
 
         What a checkpoint saves and loads in place.
         """
+        self._settle()
         return {
             f"{name}.{key}": value
             for run in self.runs
             for name, p in zip(run.names, run.params, strict=True)
             for key, value in self.state[p].items()
         }
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's; tensors of state are those of this optimizer, not copies."""
+        self._settle()
+        return super().state_dict()
+
+    def _settle(self) -> None:
+        """Waits until state that a step was writing back to the CPU's memory is there."""
+        for device in {run.steps.device for run in self.runs if run.offloaded} - {torch.device("cpu")}:
+            torch.accelerator.current_stream(device).synchronize()
 
     def rows_of_one(self) -> dict[str, int]:
         """Returns, for every name of ``named_state``, the rows that it has for each row of its parameter."""
@@ -291,17 +352,11 @@ def _hyperparameters(rule: Any) -> dict[str, Any]:
 
 
 def _check_parameters(named: Sequence[tuple[str, nn.Parameter]]) -> None:
-    """Refuses parameters that are about to be replaced by sharded ones, have no memory, or are not float32."""
+    """Refuses parameters that are about to be replaced by sharded ones, or have no memory."""
     bare = [name for name, param in named if param.is_meta]
     if bare:
         raise ValueError(
             f"{bare[0]} and {len(bare) - 1} more are on the meta device: make the Optimizer after to_empty()"
-        )
-    other = [f"{name} ({param.dtype})" for name, param in named if param.dtype is not torch.float32]
-    if other:
-        raise ValueError(
-            f"expected float32 parameters, got {', '.join(other[:4])}{' ...' * (len(other) > 4)}: keep the masters in "
-            "float32 and compute in another dtype by MixedPrecisionPolicy(param_dtype=...)"
         )
     pending = [name for name, param in named if PENDING in param.__dict__]
     if pending:
@@ -309,6 +364,44 @@ def _check_parameters(named: Sequence[tuple[str, nn.Parameter]]) -> None:
             f"{pending[0]} and {len(pending) - 1} more are not planned yet: take named_parameters() of the outermost "
             "module that fully_shard was called on, or call fully_shard on the root module too"
         )
+
+
+def _check_sharing(runs: Sequence[Run]) -> None:
+    """Refuses to share between copies that do not exist, or blocks whose state is where they are computed."""
+    blocks = [run for run in runs if hasattr(run.rule, "block")]
+    if not any(run.num_replicas > 1 for run in blocks):
+        raise ValueError(
+            "share_replicas: expected copies of parameters whose rule has blocks (a mesh of two axes, or ZeRO 0), "
+            "got one copy"
+        )
+    for run in blocks:
+        if hasattr(run.rule, "block_state"):
+            raise NotImplementedError(
+                f"share_replicas: {type(run.rule).__name__} of group {run.group} keeps state where a block is "
+                "computed, and every copy of the parameters has its own; leave share_replicas off for such a rule"
+            )
+
+
+def _check_dtypes(routing: Routing, params: dict[str, nn.Parameter]) -> None:
+    """Refuses parameters of another dtype than their rule steps."""
+    other = []
+    for route in (route for routes in routing.routes.values() for route in routes):
+        wanted, got = _dtype_of(routing.rules.rule_of(route.name, route.shape)), params[route.name].dtype
+        if got is not wanted:
+            other.append((wanted, f"{route.name} ({got})"))
+    if other:
+        wanted, names = other[0][0], [name for _, name in other]
+        raise ValueError(
+            f"expected {str(wanted).removeprefix('torch.')} parameters, got {', '.join(names[:4])}"
+            f"{' ...' * (len(names) > 4)}: keep the masters in float32 and compute in another dtype by "
+            "MixedPrecisionPolicy(param_dtype=...), or take a rule of that dtype"
+        )
+
+
+def _dtype_of(rule: Any) -> torch.dtype:
+    """The dtype of the parameters that a rule steps."""
+    dtype: torch.dtype = getattr(rule, "param_dtype", torch.float32)
+    return dtype
 
 
 def _check_cuts(routing: Routing, params: dict[str, nn.Parameter]) -> None:

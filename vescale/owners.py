@@ -8,6 +8,9 @@ then the owners of a parameter's blocks do not decrease with the block, and thei
     granule         0       1       2       3            rank edges cut 1 and 3
     holders         0      0, 1     1      1, 2
     owner           0       1       1       2            blocks of the ranks: (1, 2, 1) granules
+
+Where copies of the parameters exist (HSDP, ZeRO 0) each copy's ranks may compute every block, or all of them share the
+work: then a granule has a **seat**, ``replica * ranks + rank``, and kept granules are dealt over the copies too.
 """
 
 from __future__ import annotations
@@ -32,13 +35,13 @@ class Work(NamedTuple):
     Args:
         cost: Of all its blocks, in FLOPs.
         key: Which.
-        holders: Ranks that hold a part.
+        holders: Ranks, or seats, that hold a part.
         stays: Only a holder may own it.
     """
 
     cost: float
     key: Key
-    holders: range
+    holders: Sequence[int]
     stays: bool = False
 
 
@@ -47,7 +50,7 @@ class Load(NamedTuple):
 
     Args:
         group: The ranks; None for parameters outside any unit.
-        flops: Of each rank.
+        flops: Of each rank, or seat.
         largest: FLOPs of the largest granule.
         cut: Granules that edges cut, of all.
     """
@@ -105,32 +108,50 @@ def deal(work: Sequence[Work], load: Sequence[float]) -> dict[Key, int]:
     return owners
 
 
-def assign(runs: Sequence[Run]) -> tuple[dict[Key, int], list[Load]]:
-    """Deals the cut granules of all runs over the ranks; the same on every rank, since everybody sees the same plans.
+class Deal(NamedTuple):
+    """Who computes what, the same on every rank.
 
-    Returns:
-        The owner of each cut granule, a position in its process group, and the load of each process group.
+    Args:
+        owners: Of each cut granule, a position in its process group.
+        loads: Of each process group.
+        replicas: Which copy's ranks compute each granule, kept ones too; empty when those of every copy do.
     """
-    owners: dict[Key, int] = {}
-    loads = []
+
+    owners: dict[Key, int]
+    loads: list[Load]
+    replicas: dict[Key, int]
+
+
+def assign(runs: Sequence[Run], *, share_replicas: bool = False) -> Deal:
+    """Deals the cut granules of all runs over the ranks, and all granules over the copies if these share the work.
+
+    A function of the plans, which everybody knows.
+    """
+    found = Deal({}, [], {})
     for members in _by_group([run for run in runs if hasattr(run.rule, "block")]):
-        load, work, largest = [0.0] * members[0].num_ranks, [], 0.0
+        ranks, copies = members[0].num_ranks, members[0].num_replicas if share_replicas else 1
+        load, work, largest, num_cut = [0.0] * (ranks * copies), [], 0.0, 0
         for run in members:
             for index, name in enumerate(run.names):
                 costs, cut = granule_costs(run, index), set(run.boundary(index))
-                largest = max([largest, *costs[-2:]])  # those before the last are alike
-                stays = hasattr(run.rule, "block_state")
-                work += [Work(costs[i], (name, i), holders(run, index, i), stays) for i in sorted(cut)]
+                largest, num_cut = max([largest, *costs[-2:]]), num_cut + len(cut)  # those before the last are alike
+                for granule in range(len(costs)) if copies > 1 else sorted(cut):
+                    held = holders(run, index, granule)
+                    seats = held if copies == 1 else [copy * ranks + rank for copy in range(copies) for rank in held]
+                    stays = granule not in cut or hasattr(run.rule, "block_state")
+                    work.append(Work(costs[granule], (name, granule), seats, stays))
                 offset, size, step = run.offsets[index], run.shard_size, run.lattice(index).granularity
-                for granule, cost in enumerate(costs):
+                for granule, cost in enumerate(costs if copies == 1 else ()):
                     if granule not in cut:
                         load[(offset + granule * step) // size] += cost
-        mine = deal(work, load)
+        seats_of = deal(work, load)
         for item in work:
-            load[mine[item.key]] += item.cost
-        owners |= mine
-        loads.append(Load(members[0].process_group, tuple(load), largest, len(work)))
-    return owners, loads
+            load[seats_of[item.key]] += item.cost
+        found.owners.update((item.key, seats_of[item.key] % ranks) for item in work if copies == 1 or not item.stays)
+        if copies > 1:
+            found.replicas.update((key, seat // ranks) for key, seat in seats_of.items())
+        found.loads.append(Load(members[0].process_group, tuple(load), largest, num_cut))
+    return found
 
 
 def _by_group(runs: Sequence[Run]) -> list[list[Run]]:

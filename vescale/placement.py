@@ -127,6 +127,20 @@ class RaggedShard(Placement):
         start, stop = self.bounds(rank)
         return start * unit, stop * unit
 
+    def part(self, shape: Sequence[int], start: int, part: Sequence[int]) -> RaggedShard:
+        """Returns the placement of elements ``[start, start + prod(part))`` as a tensor of their own.
+
+        Rows 1 and 2 of the drawn tensor are elements [6, 18), of which the ranks hold 0, 10 and 2.
+
+        Args:
+            shape: Logical shape of the tensor.
+            start: First element of the part.
+            part: Shape of the part.
+        """
+        stop = start + math.prod(part)
+        runs = [self.run(shape, rank) for rank in range(self.num_ranks)]
+        return RaggedShard(range(len(part)), [max(0, min(b, stop) - max(a, start)) for a, b in runs])
+
     def check(self, shape: Sequence[int], num_ranks: int) -> None:
         """Raises ValueError unless this placement cuts a tensor of ``shape`` over ``num_ranks`` ranks, all of it.
 

@@ -31,18 +31,11 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from vescale import collectives
+from vescale.elementwise import is_elementwise
 from vescale.placement import Box, RaggedShard, boxes
 from vescale.reductions import REDUCTIONS
 
 aten = torch.ops.aten
-
-# Operators that keep the shape of their first tensor and touch each element alone, but carry no pointwise tag.
-_SAME_LAYOUT = {
-    aten.detach.default, aten.alias.default, aten.clone.default, aten._to_copy.default, aten.copy_.default,
-    aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.zeros_like.default, aten.ones_like.default,
-    aten.empty_like.default, aten.full_like.default, aten.lift_fresh.default, aten.view_as_real.default,
-}  # fmt: skip
-_FUSED = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
 
 
 class RaggedTensor(DTensor):
@@ -233,14 +226,19 @@ class RaggedTensor(DTensor):
             return _random(func, args, kwargs)
         if func is aten.copy_.default and not (isinstance(args[0], RaggedTensor) and isinstance(args[1], RaggedTensor)):
             return _copy_whole(*args, **kwargs)
-        name = func._schema.name.removeprefix("aten::")
-        if torch.Tag.pointwise in func.tags or func in _SAME_LAYOUT or name.startswith("_foreach_") or name in _FUSED:
+        if func in _PARTS and isinstance(args[0], RaggedTensor):
+            return _PARTS[func](*args, **kwargs)
+        if is_elementwise(func):
             return _local(func, args, kwargs)
         raise NotImplementedError(
             f"{func} on a RaggedTensor {_shapes(args)}: only element-wise operators and full reductions see a run of "
             "elements; take full_tensor() for the whole tensor or to_local() for this rank's run. Parameters are whole "
             "in a module's forward, and in a method given to register_fsdp_forward_method"
         )
+
+
+# What torch's asynchronous checkpoint copies of a tensor without storage; the slots themselves are DTensor's.
+RaggedTensor.__slots__ = ("_local_tensor", "_spec")  # type: ignore[assignment]
 
 
 def _shapes(args: Any) -> list[tuple[int, ...]]:
@@ -354,6 +352,49 @@ def _copy_whole(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = F
         )
     self._local_tensor.copy_(_own(source, self), non_blocking)
     return self
+
+
+# --- parts of it, and memory like it ---
+
+
+def _part(self: RaggedTensor, start: int, shape: Sequence[int]) -> RaggedTensor:
+    """The view of elements ``[start, start + prod(shape))``: consecutive ones lie with consecutive ranks."""
+    if self.box.sizes != tuple(self.shape):
+        raise NotImplementedError("a part of a RaggedTensor that another mesh axis cuts; take full_tensor()")
+    placement, placements = self.placement.part(self.shape, start, shape), list(self.placements)
+    placements[self.ragged_axis] = placement
+    size = placement.local_units[self.device_mesh.get_local_rank(self.ragged_axis)]
+    first = min(max(start - self.run[0], 0), self._local_tensor.numel())
+    return from_local(self._local_tensor[first : first + size], self.device_mesh, placements, shape=shape)
+
+
+def _select(self: RaggedTensor, dim: int, index: int) -> RaggedTensor:
+    """``self[index]``, a view; rows are all that a run has in one piece."""
+    rows = self.shape[0] if self.ndim else 0
+    if dim % max(self.ndim, 1) or self.ndim < 2 or not -rows <= index < rows:
+        raise NotImplementedError(f"select({dim}, {index}) of a RaggedTensor {tuple(self.shape)}; take full_tensor()")
+    inner = self.shape[1:]
+    return _part(self, index % rows * math.prod(inner), inner)
+
+
+def _slice(
+    self: RaggedTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> RaggedTensor:
+    """``self[start:end]``, a view."""
+    if dim % self.ndim or step != 1:
+        raise NotImplementedError(f"a slice of dim {dim}, step {step}, of a RaggedTensor; take full_tensor()")
+    first, last, _ = slice(start, end).indices(self.shape[0])
+    rows, inner = max(last - first, 0), self.shape[1:]
+    return _part(self, first * math.prod(inner), (rows, *inner))
+
+
+def _new_empty(self: RaggedTensor, size: Sequence[int], **options: Any) -> RaggedTensor:
+    if tuple(size) != tuple(self.shape):
+        raise NotImplementedError(f"new_empty({tuple(size)}) of a RaggedTensor {tuple(self.shape)}; of its shape only")
+    return _wrap(self._local_tensor.new_empty(self._local_tensor.shape, **options), self)
+
+
+_PARTS: dict[Any, Any] = {aten.select.int: _select, aten.slice.Tensor: _slice, aten.new_empty.default: _new_empty}
 
 
 # --- making one, and changing its cut ---

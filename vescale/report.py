@@ -10,18 +10,20 @@ from __future__ import annotations
 
 import argparse
 import html
+import itertools
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from vescale.tracking import read_metrics
 
 COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f")
-WIDTH, HEIGHT, LEFT, BELOW, ABOVE, RIGHT = 560, 300, 64, 34, 26, 12  # pixels of a chart and its margins
+WIDTH, HEIGHT, LEFT, BELOW, ABOVE, RIGHT = 560, 300, 64, 34, 26, 20  # pixels of a chart and its margins
 POINTS = 2000  # of a curve; more cannot be seen and would make the file large
+SMOOTH = 50  # stretches whose running mean is drawn over a curve of more than four times as many points
 TITLES = {
     "loss": "training loss",
     "validation_loss": "validation loss",
@@ -34,7 +36,8 @@ TITLES = {
 }
 STYLE = """
 body{font:14px/1.5 system-ui,sans-serif;margin:24px auto;max-width:1180px;color:#1f2937;padding:0 16px}
-h1{font-size:22px}h2{font-size:17px;margin:28px 0 8px;border-bottom:1px solid #e5e7eb}
+h1{font-size:22px}
+h3{font-size:14px;margin:10px 0 2px}h2{font-size:17px;margin:28px 0 8px;border-bottom:1px solid #e5e7eb}
 figure{display:inline-block;margin:0 8px 12px 0}svg text{font:11px system-ui,sans-serif;fill:#4b5563}
 .chart{background:#fff;border:1px solid #e5e7eb;border-radius:6px}
 table{border-collapse:collapse}td,th{padding:2px 14px 2px 0;text-align:left;vertical-align:top}
@@ -125,8 +128,8 @@ def thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return kept
 
 
-def chart(title: str, found: Sequence[Curve], *, across: str) -> str:
-    """Returns an SVG of curves over one axis; nothing when there is none."""
+def chart(title: str, found: Sequence[Curve], *, across: str, smooth: bool = True) -> str:
+    """Returns an SVG of curves over one axis, long ones under their running mean; nothing when there is none."""
     if not found:
         return ""
     xs, ys = ([point[i] for curve in found for point in curve.points] for i in (0, 1))
@@ -147,14 +150,36 @@ def chart(title: str, found: Sequence[Curve], *, across: str) -> str:
         parts.append(f'<text x="{x}" y="{HEIGHT - BELOW + 15}" text-anchor="middle">{_short(tick)}</text>')
     parts.append(f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 4}" text-anchor="end">{html.escape(across)}</text>')
     for curve in found:
-        line = " ".join(place(x, y) for x, y in curve.points)
-        shape = f'points="{line}" fill="none" stroke="{curve.colour}" stroke-width="1.5"'
-        parts.append(f"<polyline {shape}><title>{html.escape(curve.name)}</title></polyline>")
+        noisy = smooth and len(curve.points) > 4 * SMOOTH
+        parts.append(_line(curve, curve.points, place, width=1.0 if noisy else 1.5, opacity=0.25 if noisy else 1.0))
         if len(curve.points) == 1:
-            x, y = line.split(",")
+            x, y = place(*curve.points[0]).split(",")
             parts.append(f'<circle cx="{x}" cy="{y}" r="3" fill="{curve.colour}"/>')
+    for curve in found:
+        if smooth and len(curve.points) > 4 * SMOOTH:
+            parts.append(_line(curve, smoothed(curve.points), place, width=1.5, opacity=1.0))
     size = f'width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}"'
     return f'<figure><svg class="chart" {size} role="img">{"".join(parts)}</svg></figure>'
+
+
+def _line(
+    curve: Curve,
+    points: Sequence[tuple[float, float]],
+    place: Callable[[float, float], str],
+    *,
+    width: float,
+    opacity: float,
+) -> str:
+    shape = f'fill="none" stroke="{curve.colour}" stroke-width="{width}" stroke-opacity="{opacity}"'
+    through = " ".join(place(x, y) for x, y in points)
+    return f'<polyline points="{through}" {shape}><title>{html.escape(curve.name)}</title></polyline>'
+
+
+def smoothed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Returns the mean of the points around each, over a fiftieth of the curve."""
+    half, sums = max(1, len(points) // SMOOTH // 2), [0.0, *itertools.accumulate(y for _, y in points)]
+    spans = [(max(0, i - half), min(len(points), i + half + 1)) for i in range(len(points))]
+    return [(x, (sums[b] - sums[a]) / (b - a)) for (x, _), (a, b) in zip(points, spans, strict=True)]
 
 
 def _span(values: Sequence[float]) -> tuple[float, float]:
@@ -194,16 +219,17 @@ def buffers(plan: Sequence[Mapping[str, Any]], *, most: int = 6) -> str:
         for i, (name, start, stop) in enumerate(segment["tensors"]):
             fill = ("#bfdbfe", "#bbf7d0", "#fde68a", "#fbcfe8")[i % 4]
             span = f'x="{start * scale:.2f}" width="{max((stop - start) * scale, 0.2):.2f}"'
-            boxes.append(f'<rect {span} y="2" height="32" fill="{fill}"><title>{html.escape(name)}: elements {start:,} '
-                         f"to {stop:,}</title></rect>")  # fmt: skip
+            whole = f"{html.escape(name)}: elements {start:,} to {stop:,}"
+            boxes.append(f'<rect {span} y="2" height="32" fill="{fill}"><title>{whole}</title></rect>')
+            short = ".".join(name.split(".")[-2:])
+            if (stop - start) * scale > 6.5 * len(short):  # pixels that it takes
+                boxes.append(f'<text x="{start * scale + 4:.2f}" y="22">{html.escape(short)}</text>')
         for rank in range(segment["num_ranks"] + 1):
             x = rank * segment["shard_size"] * scale
             boxes.append(f'<line x1="{x:.2f}" x2="{x:.2f}" y1="0" y2="36" stroke="#111827" stroke-width="0.8"/>')
         used = sum(stop - start for _, start, stop in segment["tensors"])
         said = f"{segment['name']}: {segment['num_ranks']} x {segment['shard_size']:,}, {1 - used / numel:.2%} padding"
-        picture = (
-            f'<svg class="plan" width="100%" viewBox="0 0 1100 36" preserveAspectRatio="none">{"".join(boxes)}</svg>'
-        )
+        picture = f'<svg class="plan" width="100%" viewBox="0 0 1100 36">{"".join(boxes)}</svg>'
         parts.append(f"<div><small>{html.escape(said)}</small>{picture}</div>")
     if len(plan) > most:
         parts.append(f"<small>and {len(plan) - most} more segments</small>")
@@ -244,9 +270,15 @@ def page(runs: Sequence[Run]) -> str:
     rest = [key for key in keys if key not in ("loss", "validation_loss", "step_seconds", *rates)]
     draw = [
         ("Loss", "".join(loss)),
-        ("Learning rates", "".join(chart(key, curves(runs, key, over="step"), across="step") for key in rates)),
+        (
+            "Learning rates",
+            "".join(chart(key, curves(runs, key, over="step"), across="step", smooth=False) for key in rates),
+        ),
         ("Steps", "".join(chart(TITLES.get(k, k), curves(runs, k, over="step"), across="step") for k in rest)),
-        ("The plan's buffers, to scale", "".join(buffers(run.plan) for run in runs)),
+        (
+            "The plan's buffers, to scale",
+            "".join(f"<h3>{html.escape(run.name)}</h3>{buffers(run.plan)}" for run in runs if run.plan),
+        ),
         ("Record", "".join(_record(run) for run in runs)),
     ]
     body = "".join(f"<h2>{title}</h2>{part}" for title, part in draw if part)

@@ -39,6 +39,9 @@ What a rule may also have, each with a meaning to the ``Optimizer`` alone:
                                                 block i when (t + i) % refresh == 0; every block "first" at t = 0
     parameter_state() -> {name: first value}    0-d float32 numbers of a parameter, the same on every rank
     loaded(state)                               called with a parameter's state after it was read from elsewhere
+    param_dtype                                 of the parameters that it steps, float32 where it says none
+    places                                      True: its state has ``stream``, an integer of the parameter's name, and
+                                                ``first``, the run's first element in it; with a ``finest`` above 1
     cost(block)                                 work of one block, in FLOPs; else its elements
 """
 
@@ -248,5 +251,17 @@ def whole_shape(param: torch.Tensor) -> tuple[int, ...]:
     return tuple(param.shape) if part is None else (part.total, *param.shape[1:])
 
 
+# What torch's wrappers put into names: checkpoint_wrapper and torch.compile.
+WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+
+
+def unwrapped(name: str) -> str:
+    """Returns a parameter's name as it was before modules were wrapped."""
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
 def _matches(name: str, pattern: str) -> bool:
+    name = unwrapped(name)
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")

@@ -15,6 +15,7 @@ one parameter.
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ from vescale.block import Lattice
 from vescale.placement import RaggedShard
 from vescale.planner import ALIGN
 from vescale.ragged_tensor import RaggedTensor, from_local
-from vescale.rule import rule_for, whole_shape
+from vescale.rule import rule_for, unwrapped, whole_shape
 from vescale.shards import Boundary
 from vescale.unit import Home, home_of
 
@@ -67,18 +68,20 @@ class Run:
         params: The parameters, in buffer order.
         parent: The run that holds the state of this part of it; None for a whole run.
         first: Index of the first parameter in the parent.
+        offload_state: State lies in the CPU's memory and comes to the parameters' device for the step.
     """
 
     group: str
     home: Home | None  # of the first parameter; None for parameters outside any unit
     start: int  # of the run, in elements of the buffer
     stop: int
+    offloaded: bool  # whether state is in the CPU's memory
     state: dict[str, torch.Tensor]  # name -> (stop - start,) flat; chunk state -> one for each rule.finest elements
     numbers: dict[str, torch.Tensor]  # name -> (len(params),) float32, state that is one number of a parameter
     begun: torch.Tensor  # (len(params),) int64 on the CPU, steps begun, skipped ones counted
     blocks: list[BlockState]  # of each parameter; on a whole run of a rule with block state
     steps: torch.Tensor  # (len(params),) float32, completed steps
-    all_state: dict[str, torch.Tensor]  # what the rule is given: ``state``, and "step", () float32
+    all_state: dict[str, Any]  # what the rule is given: ``state`` on the device, "step", () float32, and ``place``
     ages: list[int]  # equal for parameters that took part in the same steps; others are stepped apart
     clock: int  # steps begun, on the parent
 
@@ -91,6 +94,7 @@ class Run:
         *,
         parent: Run | None = None,
         first: int = 0,
+        offload_state: bool = False,
     ) -> None:
         self.group, self.rule, self.names, self.params, self.first = group, rule, list(names), list(params), first
         self.home = home_of(params[0])
@@ -103,15 +107,22 @@ class Run:
         self._lattices: dict[int, Lattice] = {}  # asked for once for each granule: there may be thousands
         if parent is None:
             flat = self.param()
-            self.state = {name: torch.zeros_like(flat, dtype=dtype) for name, dtype in rule.element_state().items()}
-            chunks = -(-flat.numel() // rule.finest)
-            self.state |= {name: flat.new_zeros(chunks, dtype=dtype) for name, dtype in chunk_state(rule).items()}
+            self.offloaded, sizes = offload_state, dict.fromkeys(rule.element_state(), flat.numel())
+            sizes |= dict.fromkeys(chunk_state(rule), -(-flat.numel() // rule.finest))
+            self.state = {
+                name: self._held(torch.zeros(sizes[name], dtype=dtype, device="cpu" if offload_state else flat.device))
+                for name, dtype in (rule.element_state() | chunk_state(rule)).items()
+            }
             self.steps = torch.zeros(len(params), dtype=torch.float32, device=flat.device)
             numbers = rule.parameter_state() if hasattr(rule, "parameter_state") else {}
-            self.numbers = {name: torch.full_like(self.steps, value) for name, value in numbers.items()}
+            self.numbers = {
+                name: torch.full_like(self.steps, value, device="cpu" if offload_state else None)
+                for name, value in numbers.items()
+            }
             self.begun = torch.zeros(len(params), dtype=torch.int64)
             self.clock, self.ages, self.blocks = 0, [0] * len(params), []
         else:
+            self.offloaded = parent.offloaded
             at = self.start - parent.start
             stop = at + self.stop - self.start
             self.state = {name: parent.state[name][at:stop] for name in rule.element_state()}
@@ -119,12 +130,41 @@ class Run:
             self.steps, self.begun = parent.steps[mine], parent.begun[mine]
             self.numbers = {name: values[mine] for name, values in parent.numbers.items()}
             self.blocks = parent.blocks[mine]
-        self.all_state = {**self.state, "step": self.steps[0]}
+        self.all_state = {} if self.offloaded else {**self.state, "step": self.steps[0], **self.place}
+
+    def _held(self, value: torch.Tensor) -> torch.Tensor:
+        """``value`` as state is held: pinned, if it is offloaded from an accelerator, so that copies do not wait."""
+        return value.pin_memory() if self.offloaded and self.param().device.type != "cpu" else value
+
+    def fetch(self) -> None:
+        """Brings offloaded state to the device: always a copy, so that a failed step is forgotten by dropping it."""
+        if self.offloaded:
+            device = self.steps.device
+            copies = {name: value.to(device, copy=True, non_blocking=True) for name, value in self.state.items()}
+            self.all_state = {**copies, "step": self.steps[0], **self.place}
+
+    def put_back(self, *, failed: bool = False) -> None:
+        """Writes fetched state back where it is held, unless the step failed."""
+        if self.offloaded and self.all_state:
+            for name, value in self.state.items():
+                if not failed:
+                    value.copy_(self.all_state[name], non_blocking=True)  # the next fetch is on this stream too
+            self.all_state = {}
 
     @property
     def num_ranks(self) -> int:
         """Ranks that share the buffer."""
         return self.home.segment.plan.num_ranks if self.home else 1
+
+    @property
+    def replicas(self) -> dist.ProcessGroup | None:
+        """Ranks that hold the same shard; None where there is one copy of the parameters."""
+        return self.home.segment.master.layout.replicas if self.home else None
+
+    @property
+    def num_replicas(self) -> int:
+        """Copies of the parameters."""
+        return self.replicas.size() if self.replicas else 1
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -163,6 +203,13 @@ class Run:
         if self.home is None:
             return self.params[0].grad.reshape(-1)  # type: ignore[union-attr]
         return self.home.segment.grad.local[self._within]  # type: ignore[union-attr]
+
+    @property
+    def place(self) -> dict[str, int]:
+        """Which parameter this is and where in it the run begins, for a rule that asks: one with ``places``."""
+        if not getattr(self.rule, "places", False):
+            return {}
+        return {"stream": zlib.crc32(unwrapped(self.names[0]).encode()), "first": self.start - self.offsets[0]}
 
     def view(self, name: str, index: int) -> torch.Tensor:
         """The part of a flat state that is parameter ``index``, cut as the parameter is."""
@@ -229,13 +276,13 @@ class Run:
         Args:
             owned: For each parameter, how many of its blocks each rank computes, in rank order.
         """
-        device = self.steps.device
+        device = torch.device("cpu") if self.offloaded else self.steps.device
         for index, units in enumerate(owned):
             first = sum(units[: self.rank])
             values = self.rule.block_state(self.lattice(index).block)
             rows = {
                 # A copy: an expansion to no rows would keep the memory of one.
-                name: value.to(device).repeat(units[self.rank], *[1] * value.ndim)
+                name: self._held(value.to(device).repeat(units[self.rank], *[1] * value.ndim))
                 for name, value in values.items()
             }
             self.blocks.append(BlockState(first, rows, tuple(units)))
@@ -271,7 +318,7 @@ class Run:
         ages[mine] = [hash((ages[self.first], self.parent.clock))] * len(self.params)  # they are equal: see ``active``
 
 
-def runs_of(group: dict[str, Any], rule: Any) -> list[Run]:
+def runs_of(group: dict[str, Any], rule: Any, *, offload_state: bool = False) -> list[Run]:
     """Cuts a group into runs: parameters of one rule that follow each other in one buffer."""
     pairs = list(zip(group["param_names"], group["params"], strict=True))
     place = {id(p): (i, home_of(p)) for i, (_, p) in enumerate(pairs)}
@@ -294,5 +341,12 @@ def runs_of(group: dict[str, Any], rule: Any) -> list[Run]:
         else:
             runs.append([(name, param)])
     return [
-        Run(group["name"], rules[id(run[0][1])], [name for name, _ in run], [param for _, param in run]) for run in runs
+        Run(
+            group["name"],
+            rules[id(run[0][1])],
+            [name for name, _ in run],
+            [param for _, param in run],
+            offload_state=offload_state,
+        )
+        for run in runs
     ]

@@ -176,6 +176,10 @@ class ShardState:
         keep = self.reshard_after_forward is False or (self.reshard_after_forward is None and self.parent is None)
         return not (keep and torch.is_grad_enabled())
 
+    def keeps_part(self) -> bool:
+        """Whether to keep a share of the whole parameters for backward."""
+        return self.part_ranks is not None and torch.is_grad_enabled()
+
     def reshards_after_backward(self) -> bool:
         """Whether to free the whole parameters after backward; a backward of a backward will want them."""
         return self.reshard_after_backward and not self.tree.differentiable
@@ -238,7 +242,7 @@ class ShardState:
         if self.tree.root is self:
             self._end_forward()
         elif not self.to_run and not keep and self.reshards_after_forward():
-            self.unit.reshard(to_part=torch.is_grad_enabled())
+            self.unit.reshard(to_part=self.keeps_part())
 
     def _end_forward(self) -> None:
         tree = self.tree
@@ -249,7 +253,7 @@ class ShardState:
             unfinished = state is self or bool(state.to_run)
             state.to_run.clear()
             if state in tree.hinted or (unfinished and state.reshards_after_forward()):
-                state.unit.reshard(to_part=unfinished and torch.is_grad_enabled())
+                state.unit.reshard(to_part=unfinished and state.keeps_part())
         tree.hinted.clear()
 
     def _prefetch(self, states: Sequence[ShardState]) -> None:

@@ -111,6 +111,7 @@ def observe(trainer: Trainer, live: LiveBytes, *, micro_batch: int, micro_batche
         if isinstance(run.begun, FakeTensor):  # what the host reads: whose turn it is, and the step of one parameter
             run.begun = np.zeros(run.begun.shape, dtype=np.int64)  # type: ignore[assignment]
             run.steps = torch.tensor([0.0]) if len(run.params) == 1 else run.steps  # made-up constants have a value
+            run.all_state["step"] = run.steps[0]
     tokens = torch.zeros(micro_batch, trainer.data_config.seq_len, dtype=torch.int64)
     with torch.no_grad():
         model(tokens, tokens)  # later forwards prefetch in the order of the first

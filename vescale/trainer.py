@@ -32,6 +32,7 @@ from vescale.garbage import Garbage
 from vescale.health import Health, first_bad
 from vescale.job import RunConfig, TrainerConfig
 from vescale.journal import Journal
+from vescale.logit_clip import LogitClip, clipped_weights
 from vescale.mesh import make_expert_mesh, make_mesh, pick_device, process_group, rank_of_job
 from vescale.optimizer import Optimizer
 from vescale.peaks import known_peak
@@ -70,11 +71,17 @@ class Trainer:
 
     def __init__(self, run: RunConfig, *, settings: dict[str, Any]) -> None:
         self.config, self.parallelism, self.tracking, self.rules = run.trainer, run.parallelism, run.tracking, run.rules
+        self.logit_clip = run.logit_clip
         self.model_config, self.data_config, self.run_dir, self.settings = run.model, run.data, run.run_dir, settings
         self.step, self.journal, self.loads, self.lead = 0, None, {}, rank_of_job() == 0
         with torch.device("meta"):
             self.model = self.model_config.build()
         self.routing = self.rules.route(self.model.named_parameters())
+        for name, param in self.model.named_parameters():
+            rule = self.rules.rule_of(name, tuple(param.shape))
+            param.data = param.data.to(getattr(rule, "param_dtype", param.dtype))
+        if self.logit_clip is not None:
+            clipped_weights(self.logit_clip, self.model)  # refuses what cannot be clipped
         longest = self.model_config.max_position_embeddings
         if self.data_config.seq_len > longest:
             raise ValueError(f"data.seq_len={self.data_config.seq_len} exceeds model.max_position_embeddings={longest}")
@@ -290,6 +297,8 @@ class Trainer:
         self.model.init_weights()
         self.model.set_gradient_divide_factor(1.0, recurse=True)  # the loss is divided by the tokens of all ranks
         self.optimizer = Optimizer(self.model.named_parameters(), self.rules)
+        if self.logit_clip is not None:
+            LogitClip(self.logit_clip, self.model, self.optimizer)
         self.peaks = [group["lr"] for group in self.optimizer.param_groups]
         self._counted = torch.zeros((), dtype=torch.int64, device=self.device)
         self.exact = deterministic.Gradient(self.model) if self.config.deterministic else None

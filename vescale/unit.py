@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import functools
 import os.path
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -517,7 +518,7 @@ class Unit:
         param.__dict__.update(own_attributes(segment.sharded[index]))
         if trainable:
             param.grad_slot = functools.partial(self._slot, segment, index)  # type: ignore[attr-defined]
-            param.register_post_accumulate_grad_hook(functools.partial(self._take, segment, index))
+            param.register_post_accumulate_grad_hook(_taker(self, segment, index))
         param.grad_slot_written = False  # type: ignore[attr-defined]
         return param
 
@@ -558,6 +559,20 @@ def mesh_device(mesh: DeviceMesh) -> torch.device:
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+
+
+def _taker(unit: Unit, segment: Segment, index: int) -> Callable[[Any], None]:
+    """The hook that calls ``unit._take``; a strong reference would go through C++, where no collector finds the way
+    back to the parameter, and no model would ever be freed.
+    """
+    owner, of = weakref.ref(unit), weakref.ref(segment)
+
+    def take(param: Any) -> None:
+        alive, where = owner(), of()
+        if alive is not None and where is not None:
+            alive._take(where, index, param)
+
+    return take
 
 
 def _land(reduction: Reduction) -> tuple[Segment, torch.Tensor]:

@@ -170,7 +170,7 @@ def muon(mesh: DeviceMesh, pairs: int) -> list[Row]:
     }
     times = alternate({"ours": step, **peers}, pairs)
     buckets = [bucket for program in optimizer._programs.values() for bucket in program]
-    sent = sum(bucket.exchange.bytes_sent for bucket in buckets if bucket.exchange) / (pairs + 1) / 2**20
+    sent = optimizer.counters.exchange_bytes / (pairs + 1) / 2**20
     blocks, most = sum(len(b.kept) + sum(map(len, b.arriving.values())) for b in buckets), torch.tensor([sent])
     counted = torch.tensor([float(blocks)])
     dist.all_reduce(counted)
@@ -192,8 +192,7 @@ def experts(mesh: DeviceMesh, pairs: int) -> list[Row]:
     step, optimizer = ours(Muon(), shapes, 4, mesh)
     peer = FullTensorStack(fsdp2_params(shapes, 4, mesh)).step
     times = alternate({"ours": step, "FSDP2 + full_tensor": peer}, pairs)
-    buckets = [bucket for program in optimizer._programs.values() for bucket in program]
-    sent = sum(bucket.exchange.bytes_sent for bucket in buckets if bucket.exchange) / 2**20
+    sent = optimizer.counters.exchange_bytes / 2**20
     label = f"Muon, 64 stacked experts of 256 x 128, {dist.get_world_size()} ranks"
     return [*against(label, times), row(f"{label}: sent in all steps", "MiB", [sent])]
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
 from transformers import LlamaConfig as HFConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from models.attention import Attention
+from models.attention import Attention, causal_mask, keep_largest_
 from models.rope import inverse_frequencies, rope_problems, rotary_table, rotate
 
 CPU = torch.device("cpu")
@@ -108,3 +109,25 @@ def test_every_problem_of_a_rope_scaling_is_named(scaling: object, wrong: list[s
     problems = list(rope_problems(scaling))
     assert len(problems) == len(wrong)
     assert all(piece in problem for piece, problem in zip(wrong, problems, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["causal", "window", "documents", "block mask"])
+def test_the_largest_logit_is_that_of_the_written_out_product(kind: str) -> None:
+    """Over more queries than are looked at at once, with keys that heads share; a NaN is no logit."""
+    torch.manual_seed(0)
+    query, key = torch.randn(2, 200, 4, 8, requires_grad=True), torch.randn(2, 200, 2, 8)
+    documents = torch.arange(200) // 70 if kind == "documents" else None
+    mask = causal_mask(200, documents=documents, window=9 if kind == "window" else None, sinks=False, device=CPU)
+    seen = torch.ones(200, 200, dtype=torch.bool).tril() if mask is None else mask
+    if kind == "block mask":
+        mask = create_block_mask(lambda b, h, q, k: (q >= k) & (q - k < 9), None, None, 200, 200, device="cpu")
+        seen = torch.ones(200, 200, dtype=torch.bool).tril().triu(-8)
+    with torch.no_grad():
+        scores = query.transpose(1, 2) @ key.repeat_interleave(2, dim=2).permute(0, 2, 3, 1) / 8**0.5
+    largest = torch.full((4,), -torch.inf)
+    keep_largest_(largest, query, key, mask=mask)
+    torch.testing.assert_close(largest, scores.masked_fill(~seen, -torch.inf).amax((0, 2, 3)))
+    before = largest.clone()
+    keep_largest_(largest, query * torch.nan, key, mask=mask)
+    keep_largest_(largest, query.detach() * 9, key, mask=mask)  # no gradient: evaluation
+    assert torch.equal(largest, before)

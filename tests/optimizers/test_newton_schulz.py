@@ -204,3 +204,10 @@ def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
 def test_anything_but_matrices_is_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"expected shape \(m, n\) or \(B, m, n\), got"):
         newton_schulz(torch.zeros(shape))
+
+
+def test_traced_by_torch_compile_it_gives_the_same_matrix() -> None:
+    """Without generated code, which on a CPU takes a compiler; KellerJordan/modded-nanogpt #268 had NaN."""
+    x = torch.randn(24, 40, generator=torch.Generator().manual_seed(0))
+    compiled = torch.compile(newton_schulz, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x, dtype=torch.float32), newton_schulz(x, dtype=torch.float32))

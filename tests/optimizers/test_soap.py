@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from optimizers import SOAP, Shampoo
+from optimizers import SOAP, NorMuon, Shampoo, matrix_root
 from optimizers import soap as module
 
 
@@ -153,3 +153,39 @@ def test_vectors_are_refused_and_all_bad_fields_named() -> None:
         with pytest.raises(ValueError) as error:
             kind(**bad, wire_dtype=torch.float16)
         assert all(f"{name}: expected " in str(error.value) for name in (*bad, "wire_dtype"))
+
+
+@pytest.mark.parametrize("refresh", ["first", "again", None])
+@pytest.mark.parametrize(
+    "rule",
+    [SOAP(), SOAP(statistics="kl"), Shampoo(), Shampoo(root="eigen", graft="none"), NorMuon(wire_dtype=torch.float32)],
+    ids=["soap", "kl", "shampoo", "eigen", "normuon"],
+)
+def test_a_block_writes_neither_its_gradient_nor_its_state(rule: Any, refresh: str | None) -> None:
+    """What a step that fails or is skipped would have to take back (google-research/google-research #1711)."""
+    state = {name: value[None] + 0.1 * torch.rand(1, *value.shape) for name, value in rule.block_state((12, 8)).items()}
+    inputs = {"payload": gaussian(1, 12, 8), "step": torch.tensor(3.0), **state}
+    before = {name: value.clone() for name, value in inputs.items()}
+    rule.block((inputs["payload"],), {k: v for k, v in inputs.items() if k != "payload"}, refresh=refresh)
+    assert all(torch.equal(value, before[name]) for name, value in inputs.items())
+
+
+def test_eigenvectors_that_float32_does_not_find_are_those_of_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """facebookresearch/optimizers #13, pytorch #94772: eigh does not converge."""
+    real, asked = torch.linalg.eigh, []
+
+    def fails(a: Tensor) -> Any:
+        asked.append(a.dtype)
+        if a.dtype is torch.float32:
+            raise torch.linalg.LinAlgError("did not converge")
+        return real(a)
+
+    factor = gaussian(1, 12, 12) @ gaussian(1, 12, 12).mT
+    expected = matrix_root.inverse_root(factor, 4, damping=1e-3, method="eigen")[0]
+    monkeypatch.setattr(torch.linalg, "eigh", fails)
+    vectors, good = module.eigenvectors(factor)
+    assert bool(good) and asked == [torch.float32, torch.float64]
+    torch.testing.assert_close(vectors @ vectors.mT, torch.eye(12)[None], rtol=0, atol=1e-5)
+    root, good = matrix_root.inverse_root(factor, 4, damping=1e-3, method="eigen")
+    assert bool(good) and asked[2:] == [torch.float32, torch.float64]
+    torch.testing.assert_close(root, expected, rtol=1e-3, atol=1e-4)

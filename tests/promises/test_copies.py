@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
+from models.layers import linear_cross_entropy
 from models.linear import Linear
 
 WIDTH, DEPTH = 64, 3
@@ -117,6 +118,48 @@ def _bits(dtype: torch.dtype | None) -> None:
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_gradients_written_in_place_have_the_bits_of_nn_linears(pool, dtype: torch.dtype | None) -> None:
     pool(2).run(_bits, dtype)
+
+
+class Head(nn.Module):
+    """The model's end, whose loss computes the head's gradient chunk by chunk; tied, its weight is used twice."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.body, self.head = Linear(WIDTH, WIDTH), Linear(WIDTH, WIDTH)
+        generator = torch.Generator().manual_seed(0)
+        for module in (self.body, self.head):
+            nn.init.normal_(module.weight, std=0.1, generator=generator)
+        if tied:
+            self.head.weight = self.body.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        labels = torch.arange(x.shape[0]) % 7
+        return linear_cross_entropy(torch.relu(self.body(x)), self.head.weight, labels, chunk_size=3) / x.shape[0]
+
+
+def _heads(dtype: torch.dtype, tied: bool) -> None:
+    """Ours against one process; what a hook copies is counted, and there is nothing."""
+    from vescale import counters, fully_shard
+
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    whole, model = Head(tied).to(dtype), fully_shard(Head(tied), mp_policy=policy)
+    x = torch.linspace(-1, 1, 8 * WIDTH).view(8, WIDTH).to(dtype)
+    for step in range(2):  # the second backward adds
+        for net in (whole, model):
+            (net(x) * (step + 1)).backward()
+    for name, p in model.named_parameters():
+        expected = dict(whole.named_parameters())[name].grad.float()
+        bound = 1e-6 if dtype is torch.float32 else 2e-2
+        torch.testing.assert_close(p.grad.full_tensor(), expected, rtol=bound, atol=bound * expected.abs().max().item())
+    assert counters(model).grad_copies == 0 and counters(model).grads_in_place == 4
+    (grad,) = torch.autograd.grad(whole(x), whole.head.weight)  # only asked for: nothing is written
+    assert grad.shape == whole.head.weight.shape
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_heads_gradient_is_written_in_place_too(pool, dtype: torch.dtype) -> None:
+    for tied in (False, True):
+        pool(2).run(_heads, dtype, tied)
 
 
 def test_counters_refuse_what_counts_nothing() -> None:

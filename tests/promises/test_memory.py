@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import threading
 import time
@@ -30,13 +31,13 @@ class Layer(nn.Module):
         return x + self.down(torch.relu(self.up(x)))
 
 
-def _model(depth: int) -> nn.Module:
+def _model(depth: int, sizes: tuple[int, ...] = (2,)) -> nn.Module:
     from vescale import fully_shard
 
-    model = nn.Sequential(*(Layer() for _ in range(depth)), nn.Linear(WIDTH, 1))
+    model, mesh = nn.Sequential(*(Layer() for _ in range(depth)), nn.Linear(WIDTH, 1)), init_device_mesh("cpu", sizes)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for unit in (*list(model)[:-1], model):
-        fully_shard(unit, mesh=init_device_mesh("cpu", (2,)), mp_policy=policy)
+        fully_shard(unit, mesh=mesh, mp_policy=policy)
     return model
 
 
@@ -44,14 +45,14 @@ def _sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=1e-3)
 
 
-def _above(depth: int, in_backward: bool) -> int:
+def _above(depth: int, in_backward: bool, sizes: tuple[int, ...]) -> int:
     """Peak of live bytes above masters and, where the step comes after backward, gradients.
 
     The least of three steps: gloo's threads may let go of a tensor late, and then one more is alive than need be.
     """
     from vescale import step_in_backward
 
-    model = _model(depth)
+    model = _model(depth, sizes)
     state = sum(segment.master.nbytes for unit in model.units() for segment in unit.segments)
     if in_backward:
         step_in_backward(model, _sgd)
@@ -65,9 +66,10 @@ def _above(depth: int, in_backward: bool) -> int:
 
 
 def test_transient_memory_does_not_depend_on_depth(pool) -> None:
+    """With copies too, whose gradients are all-reduced in fp32 (T-M2, pytorch#179128)."""
     layer = 2 * 4 * WIDTH * WIDTH * 4  # bytes of one layer's gradient buffer
-    for in_backward in (False, True):
-        shallow, deep = (max(pool(2).run(_above, depth, in_backward)) for depth in (4, 32))
+    for in_backward, sizes in ((False, (2,)), (True, (2,)), (False, (2, 2))):
+        shallow, deep = (max(pool(math.prod(sizes)).run(_above, depth, in_backward, sizes)) for depth in (4, 32))
         activations = 28 * 1024  # of a batch of one, what 28 more layers keep for backward
         assert shallow <= deep <= shallow + activations < shallow + layer
         assert (
@@ -81,13 +83,13 @@ def _resident() -> float:
 
 
 def _steps() -> list[tuple[int, float]]:
-    """Number of tensors and MiB resident after 100 and after 400 steps.
+    """Number of tensors and MiB resident after 200 and after 1000 steps.
 
     gloo's threads let go of a tensor a moment after its collective: the second count waits for them.
     """
     model = _model(1)
     optimizer, x, seen = _sgd(model.parameters()), torch.ones(2, WIDTH), []
-    for steps in (100, 300):
+    for steps in (200, 800):
         for _ in range(steps):
             model(x).sum().backward()
             optimizer.step()
@@ -105,7 +107,7 @@ def _tensors() -> int:
     return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
 
 
-def test_hundreds_of_steps_leave_memory_flat(pool) -> None:
+def test_a_thousand_steps_leave_memory_flat(pool) -> None:
     for (tensors, resident), (later, grown) in pool(2).run(_steps):
         assert later <= tensors  # other tests of this worker may have left some to be collected
         assert grown <= resident + 1
@@ -152,5 +154,5 @@ def _trained(argv: list[str]) -> list[dict[str, float]]:
 
 def test_a_run_of_a_thousand_steps_leaves_memory_and_open_files_flat(pool, tmp_path: Path) -> None:
     for early, late in pool(2).run(_trained, [*ARGV, f"run_dir={tmp_path}"]):
-        assert late["MiB"] <= early["MiB"] + 4, (early, late)
+        assert late["MiB"] <= early["MiB"] + 16, (early, late)  # a copy of the weights a step would be 40
         assert all(late[what] <= early[what] for what in ("tensors", "threads", "files")), (early, late)

@@ -113,6 +113,17 @@ def test_a_tiny_copy_trains_on_two_ranks_with_its_experts_dealt(name: str, tmp_p
     assert bool(loads) == sparse and all(1 <= load <= 8 for load in loads)
 
 
+# The others are trained by a recipe of their own.
+@pytest.mark.parametrize("optimizer", ["adamw_bf16", "muon8bit", "muonclip", "normuon"])
+def test_any_optimizer_may_be_swapped_into_a_recipe(optimizer: str, tmp_path: Path, pool: Any) -> None:
+    words = [*_tiny("llama_debug_muon", str(tmp_path / "run")), f"optimizer={optimizer}"]
+    losses = pool(2).run(_train_tiny, compose(words))
+    assert losses[0] == losses[1] and 0 < losses[0] < 6.5
+    own = {path.stem.rpartition("_")[2] for path in (FOLDER / "recipe").glob("llama_debug_*.yaml")}
+    others = {path.stem for path in (FOLDER / "optimizer").glob("*.yaml")} - own - {"adam8bit_biases"}
+    assert others == {"adamw_bf16", "muon8bit", "muonclip", "normuon"}
+
+
 @pytest.mark.parametrize("world", [8, 64, 1024])
 @pytest.mark.parametrize("name", [name for name in NAMES if "debug" not in name])
 def test_a_recipe_plans(name: str, world: int) -> None:

@@ -9,14 +9,16 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from optimizers import AdamW, Muon
 
-def _net(mesh: Any) -> nn.Module:
+
+def _net(mesh: Any, **options: Any) -> nn.Module:
     from vescale import fully_shard
 
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(3)))
     for unit in (*model, model):
-        fully_shard(unit, mesh=mesh)
+        fully_shard(unit, mesh=mesh, **options)
     return model
 
 
@@ -39,14 +41,63 @@ def _equal(world: int) -> None:
         if step != 1:
             optimizer.step()
             optimizer.zero_grad()
-        assert all(p.grad is None for p in ours.parameters())
-        assert all(segment.grad is None for unit in ours.units() for segment in unit.segments)
+        assert step == 1 or all(p.grad is None for p in ours.parameters())
+        assert step == 1 or all(s.grad is None for unit in ours.units() for s in unit.segments)
     for a, b in zip(ours.parameters(), plain.parameters(), strict=True):
         assert torch.equal(a.to_local(), b.to_local())
 
 
-def test_it_equals_a_step_after_backward(pool) -> None:
-    pool(3).run(_equal, 3)
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_it_equals_a_step_after_backward(pool, world: int) -> None:
+    pool(world).run(_equal, world)
+
+
+def _rules() -> Any:
+    from vescale import Rules
+
+    return Rules(matrices=("*.weight", Muon(lr=0.02)), rest=("*", AdamW(lr=0.01)))
+
+
+def _equal_optimizer(world: int, zero: int) -> None:
+    """One Optimizer of the whole model, whose units are stepped in backward: the same bits, exchanges and all."""
+    from vescale import Optimizer, counters, step_in_backward
+
+    mesh = init_device_mesh("cpu", (world,))
+    ours, plain = _net(mesh, zero=zero, max_padding=0.0), _net(mesh, zero=zero, max_padding=0.0)
+    first, second = (Optimizer(model.named_parameters(), _rules()) for model in (ours, plain))
+    assert step_in_backward(ours, first) == [first]
+    for step in range(4):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+        for model in (ours, plain):
+            model.set_requires_gradient_sync(step != 1)
+            model(x).square().mean().backward()
+        if step != 1:
+            first.step()  # finds nothing left to do
+            second.step()
+            second.zero_grad()
+        assert step == 1 or all(p.grad is None for p in ours.parameters())
+        assert step == 1 or all(s.grad is None for unit in ours.units() for s in unit.segments)
+    states = first.named_state(), second.named_state()
+    for a, b in ((dict(ours.named_parameters()), dict(plain.named_parameters())), states):
+        assert a.keys() == b.keys()
+        assert [n for n in a if not torch.equal(_local(a[n]), _local(b[n]))] == []
+    assert counters(first).exchange_bytes == counters(second).exchange_bytes
+    assert (counters(ours, first).exchange_bytes > 0) == (world > 1 and bool(first.owners))
+    with pytest.raises(ValueError, match="units are stepped in backward"):
+        first.clip_grad_norm_(1.0)
+    with pytest.raises(
+        ValueError, match="expected an Optimizer of the model's 12 trainable parameters, got one of 12, 0"
+    ):
+        step_in_backward(plain, first)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if hasattr(tensor, "device_mesh") else tensor
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_one_optimizer_steps_unit_by_unit_to_the_same_bits(pool, zero: int) -> None:
+    pool(3).run(_equal_optimizer, 3, zero)
 
 
 def _refused() -> None:

@@ -59,6 +59,10 @@ def _round_trip() -> None:
     everything = torch.cat([value.flatten() for value in values])
     for p in (1.0, 2.0, float("inf")):
         torch.testing.assert_close(sharded.norm(p), torch.linalg.vector_norm(everything, p))
+        for dtype in (torch.float64, torch.float16):
+            other = sharded.sibling(Shard(0), sharded.local.to(dtype) * 100)
+            expected = torch.linalg.vector_norm(everything.to(dtype) * 100, p, dtype=other.norm(p).dtype)
+            torch.testing.assert_close(other.norm(p), expected)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.nn import functional as F
 
 Numbers = dict[str, torch.Tensor]
@@ -256,6 +257,52 @@ def _post_optim_event(system: System) -> Numbers:
     return out
 
 
+class Gather(AllGather):
+    """Counts calls; torch's collective on the buffers that it is given."""
+
+    def __init__(self) -> None:
+        self.calls = self.allocated = 0
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        self.allocated += 1
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> Any:
+        self.calls += 1
+        return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class Reduce(ReduceScatter):
+    """As Gather; waits, so that there is no handle."""
+
+    def __init__(self) -> None:
+        self.calls, self.groups = 0, set[Any]()
+
+    allocate = Gather.allocate
+    allocated = 0
+
+    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> Any:
+        self.calls += 1
+        self.groups.add(group)
+        return dist.reduce_scatter_single(output_tensor, input_tensor, group=group, op=op)
+
+
+def _custom_collectives(system: System, apart: bool) -> Numbers:
+    model, gather, reduce = _net(system), Gather(), Reduce()
+    for block in model.blocks:
+        block.set_custom_all_gather(gather)
+        block.set_custom_reduce_scatter(reduce)
+    model.set_force_sum_reduction_for_comms(True)
+    model.set_separate_reduce_scatter_group(apart)
+    for step in range(2):
+        _backward(model, step)
+    model.set_separate_reduce_scatter_group(False)
+    if hasattr(model, "units"):  # ours: the parameters' own buffers
+        assert gather.calls == 2 * 2 * 3 and reduce.calls == 2 * 3 and not gather.allocated and not reduce.allocated
+        assert (system.mesh.get_group() in reduce.groups) != apart
+    return _grads(model)
+
+
 # --- what is done to gradients ---
 
 
@@ -406,6 +453,8 @@ def _calls() -> None:
         _compare(_unshard_by_hand, async_op=async_op)
     for call in ("", "no sync", "no sync, kept", "blocks without sync", "all reduce", "last"):
         _compare(_accumulate, call=call)
+    for apart in (False, True):
+        _compare(_custom_collectives, apart=apart)
     for scenario in (_kept_after_forward, _prefetch, _embedding_not_gathered_in_backward, _post_optim_event, _ignored):
         _compare(scenario)
 

@@ -9,12 +9,14 @@ T-U1    tied and uneven: every row of a tied embedding moves: pytorch#176076
 T-U2    operators on empty shards: torchtitan#764
 T-U4    whole states round trip for dim 0 in {1, W - 1, W, W + 1, prime}: pytorch#136228
 T-U6    stacked experts on more ranks than experts: torchtitan#1561
+T-U10   Muon where ranks hold nothing steps as one process does, and nothing reads the device: microsoft/dion#74
 T-U11   parameter groups and state keys are equal on every rank, also where a rank holds nothing: Megatron-LM#6215
 T-U12   shapes with zeros, ones and primes: DeepSpeed#8280, #8158
 T-U14   updates on padded buffers are single-process AdamW's: Megatron-LM#5974
 T-C4    padding and replicas are counted once in the norm
 T-F1    whole frozen weights are freed: pytorch#91167
 T-N2    another method than forward, not registered, is a clear error: pytorch#156535
+T-S3    the optimizer's whole state is streamed too: accelerate#4099
 T-S2    a state dict, and its checkpoint plan, need no collective: Megatron-LM#6573
 ======  ================================================================================================================
 """
@@ -25,6 +27,7 @@ import inspect
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -33,6 +36,7 @@ from torch import nn
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Shapes(nn.Module):
@@ -82,7 +86,7 @@ def _odd_shapes() -> None:
     from vescale import full_state_dict, fully_shard, load_full
 
     world, choose = dist.get_world_size(), random.Random(dist.get_world_size())
-    firsts = [0, 1, world - 1, world, world + 1, 7, 13]
+    firsts = [0, 1, max(world - 1, 2), world, world + 1, 7, 13]
     for trial in range(4):
         shapes = [(first, *choose.choice([(), (1,), (3,), (5, 2), (0,)])) for first in choose.sample(firsts, 5)] + [()]
         torch.manual_seed(trial)
@@ -206,6 +210,47 @@ def _experts() -> None:
         torch.testing.assert_close(*steps, rtol=1e-5, atol=1e-5)
 
 
+class Reads(TorchDispatchMode):
+    """Counts what an accelerator would make the host wait for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default):
+            self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def _no_reads() -> None:
+    """T-U10: a whole step of tiny matrices that most ranks hold nothing of, clipped and skipped by a device flag."""
+    from optimizers import AdamW, Muon
+    from vescale import Optimizer, Rules, clip_grad_norm_, fully_shard, iter_full_state
+    from vescale.grad_norm import non_finite
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2, bias=False))
+    rules = Rules(matrices=("*.weight", Muon(lr=0.1)), rest=("*", AdamW(lr=0.1)))
+    for layer in (*model, model):
+        fully_shard(layer, block_of=rules.block_of)
+    optimizer = Optimizer(model.named_parameters(), rules)
+    empty = [p.to_local().numel() == 0 for p in model.parameters()]
+    assert all(empty) or dist.get_rank() == 0
+    for step in range(3):
+        with Reads() as reads:
+            model(torch.ones(2, 3)).square().sum().backward()
+            norm = clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step(skip=non_finite(norm))
+            optimizer.zero_grad()
+        assert not reads.seen, (step, reads.seen)
+    names, state = [], optimizer.named_state()
+    for name, value in iter_full_state(optimizer):  # T-S3: one tensor at a time
+        names.append(name)
+        assert type(value) is torch.Tensor and value.shape == state[name].shape
+    assert names == list(state) and len(names) >= 3
+
+
 def _empty_runs() -> None:
     """T-U2: all elements on the last rank; what the others hold is empty, and every answer is the whole's."""
     from vescale import RaggedShard, distribute
@@ -270,8 +315,13 @@ def _quiet_and_clear() -> None:
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_cases(pool, world: int) -> None:
-    for check in (_odd_shapes, _buffers, _tied_rows, _experts, _empty_runs, _quiet_and_clear):
+    for check in (_odd_shapes, _buffers, _tied_rows, _experts, _no_reads, _empty_runs, _quiet_and_clear):
         pool(world).run(check)
     pool(world).run(_norm_counts_once, (world,))
     if world == 4:
         pool(world).run(_norm_counts_once, (2, 2))
+
+
+@pytest.mark.parametrize("world", [1, 5, 8])
+def test_odd_shapes_on_one_rank_and_on_many(pool, world: int) -> None:
+    pool(world).run(_odd_shapes)

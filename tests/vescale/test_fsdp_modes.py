@@ -80,13 +80,16 @@ def _mesh(shape: tuple[int, ...]) -> DeviceMesh:
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
-def _sharded(shape: tuple[int, ...], *, hold: str | None = None, **options: Any) -> Any:
-    """Trains; ``hold`` names what is off until the last micro-batch: "sync" or "all_reduce"."""
+def _sharded(shape: tuple[int, ...], *, hold: str | None = None, ahead: int = 0, **options: Any) -> Any:
+    """Trains; ``hold`` names what is off until the last micro-batch: "sync" or "all_reduce"; prefetches ``ahead``."""
     from vescale import fully_shard
 
     model, mesh = Net(), _mesh(shape)
     for module in (*model.layers, model):
         fully_shard(module, mesh=mesh, **options)
+    for index, layer in enumerate(model.layers if ahead else ()):
+        layer.set_modules_to_forward_prefetch(list(model.layers)[index + 1 :][:ahead])
+        layer.set_modules_to_backward_prefetch(list(model.layers)[:index][::-1][:ahead])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(STEPS):
         with _counted() as seen:
@@ -121,7 +124,7 @@ def test_stages_gather_and_reduce_as_often_as_they_promise(pool, world: int) -> 
     _compare(pool(world).run(_sharded, (world,), zero=1, hold="sync"), gathers=UNITS, scatters=UNITS)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, 3, 4])
 def test_stage_0_keeps_everything_and_all_reduces(pool, world: int) -> None:
     results = pool(world).run(_sharded, (world,), zero=0, hold="sync")
     _compare(results, gathers=0, scatters=UNITS, all_reduces=UNITS)  # the reduce-scatters are within one rank
@@ -142,11 +145,22 @@ def test_resharding_to_two_of_four_ranks_equals_one_process(pool) -> None:
         results = pool(4).run(_sharded, shape, reshard_after_forward=2)
         gathers = (2 * UNITS if shape == (4,) else 2 * UNITS) * MICROS  # asked for, so the root's too
         _compare(results, gathers=gathers, scatters=UNITS * MICROS, all_reduces=0 if shape == (4,) else UNITS * MICROS)
+    for ranks in (2, 3):  # among all of them: each keeps its shard, as without a number
+        results = pool(ranks).run(_sharded, (ranks,), reshard_after_forward=ranks)
+        _compare(results, gathers=2 * UNITS * MICROS, scatters=UNITS * MICROS)
+    results = pool(2).run(_sharded, (2,), reshard_after_forward=1)  # everything is kept
+    _compare(results, gathers=UNITS * MICROS, scatters=UNITS * MICROS)
 
 
-def test_offloading_on_a_cpu_changes_nothing(pool) -> None:
-    results = pool(2).run(_sharded, (2,), offload_policy=CPUOffloadPolicy(pin_memory=False))
-    _compare(results, gathers=(2 * UNITS - 1) * MICROS, scatters=UNITS * MICROS)
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_offload_accumulation_and_prefetch_leave_the_numbers(pool, world: int) -> None:
+    """T-A4: every pair of them (pytorch#73784, DeepSpeed#7981); T-A1 is ``hold="all_reduce"`` of the tests above."""
+    for offload in ({}, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}):
+        for hold in (None, "sync"):
+            for ahead in (0, 2):
+                results = pool(world).run(_sharded, (world,), hold=hold, ahead=ahead, **offload)
+                scatters = UNITS * (1 if hold else MICROS)
+                _compare(results, gathers=(2 * UNITS - 1) * MICROS, scatters=scatters)
 
 
 def _against_fsdp2(shape: tuple[int, ...], ours: dict[str, Any], theirs: dict[str, Any]) -> None:

@@ -28,7 +28,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.nn import functional as F
@@ -183,6 +190,28 @@ def _states() -> None:
             set_model_state_dict(fresh, dict(other), options=options)
 
 
+def _torchs_states() -> None:
+    """Model and optimizer through torch.distributed.checkpoint.state_dict: the copy goes on as the original does."""
+    one, two = _shard(_net()), _shard(_net(5))
+    optimizers = [
+        torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=0.02, foreach=False)
+        for net in (one, two)
+    ]
+    for net, optimizer in zip((one, two), optimizers, strict=True):
+        _loss(net).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model, state = get_state_dict(one, optimizers[0])
+    # What is set is taken as it is, not copied, as with any module; a checkpoint would lie between.
+    set_state_dict(two, optimizers[1], model_state_dict=model, optim_state_dict=copy.deepcopy(state))
+    for net, optimizer in zip((one, two), optimizers, strict=True):
+        _loss(net, 1).backward()
+        optimizer.step()
+    _same(two.state_dict(), one.state_dict())
+    full = get_optimizer_state_dict(one, optimizers[0], options=StateDictOptions(full_state_dict=True))
+    assert full["state"] and not any(hasattr(v, "placements") for v in full["state"]["embed.weight"].values())
+
+
 def _bad_states(model: nn.Module, state: dict[str, torch.Tensor], rank0: bool) -> None:
     from vescale import load_full
 
@@ -287,6 +316,7 @@ def test_states_and_copies_of_every_mode(pool, world: int) -> None:
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_state_goes_out_and_in(pool, world: int) -> None:
     pool(world).run(_states)
+    pool(world).run(_torchs_states)
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])

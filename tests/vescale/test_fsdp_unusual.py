@@ -13,6 +13,8 @@ T-N2    loading and saving through modules that were not sharded themselves
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -341,6 +343,18 @@ def _moved() -> None:
         nets[0](_x())
 
 
+def _freed() -> None:
+    """A model that nobody holds any more is collected, buffers and all."""
+    model, _ = _pair(_layers, "0", "2")
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(_x()).sum().backward()
+    optimizer.step()
+    held = [weakref.ref(segment.full.local) for unit in model.units() for segment in unit.segments]
+    del model, optimizer
+    gc.collect()
+    assert held and not any(ref() is not None for ref in held)
+
+
 def _order() -> None:
     from vescale import fully_shard
 
@@ -361,5 +375,5 @@ def _order() -> None:
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_unusual_modules_graphs_and_states_equal_one_process(pool, world: int) -> None:
-    for check in (_shared_modules, _modules, _graphs, _frozen_units, _accumulated, _states, _moved, _order):
+    for check in (_shared_modules, _modules, _graphs, _frozen_units, _accumulated, _states, _moved, _freed, _order):
         pool(world).run(check)

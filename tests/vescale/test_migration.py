@@ -61,6 +61,17 @@ def _refusals() -> None:
     for call in ("set_force_sum_reduction_for_comms", "set_reduce_scatter_unused_params"):
         with pytest.raises(ValueError, match=f"{call}: expected True, got False"):
             getattr(model, call)(False)
+    with pytest.raises(NotImplementedError, match="set_symm_mem_for_comm: expected .*gloo on cpu.*drop the call"):
+        model.set_symm_mem_for_comm()
+    with pytest.raises(NotImplementedError, match="for_comm: gloo on cpu has no memory of its own"):
+        model.set_allocate_memory_from_process_group_for_comm(True)
+    model.set_allocate_memory_from_process_group_for_comm(False)
+    with pytest.raises(ValueError, match="set_custom_all_gather: expected a function, got int"):
+        model.set_custom_all_gather(3)
+    model.set_custom_all_gather(lambda *args, **options: None)
+    with pytest.raises(ValueError, match="set_symm_mem_for_comm: a collective of this module is custom"):
+        model.set_symm_mem_for_comm()
+    model.set_custom_all_gather(None)
     with pytest.raises(NotImplementedError, match="no stream"):
         model.set_all_reduce_hook(lambda shard: None, stream=object())
     with pytest.raises(ValueError, match="expected True or False, got 1"):

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -63,6 +64,28 @@ def _operators() -> None:
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
 def test_operators_give_the_numbers_of_the_whole(pool, world: int) -> None:
     pool(world).run(_operators)
+
+
+def _parts() -> None:
+    """Rows are views: what initialisers and users write there is in the tensor."""
+    _, whole, _, ragged = _setup()
+    for tensor in (whole, ragged):
+        tensor[1].fill_(3.0)
+        tensor[-1, 2:4].zero_()
+        tensor[2:4] *= 2
+        tensor[0].copy_(torch.arange(7.0))
+        tensor.masked_fill_(tensor > 2.5, 1.5)
+        nn.init.trunc_normal_(tensor[4:], std=0.0)
+    assert torch.equal(ragged.full_tensor(), whole)
+    assert torch.equal(ragged[1:4].full_tensor(), whole[1:4]) and ragged[3:3].full_tensor().shape == (0, 7)
+    for wrong in (lambda t: t[:, 1], lambda t: t[::2], lambda t: t[1, 2], lambda t: t.new_empty(3)):
+        with pytest.raises(NotImplementedError, match="RaggedTensor"):
+            wrong(ragged)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_rows_are_views(pool, world: int) -> None:
+    pool(world).run(_parts)
 
 
 def _refusals() -> None:
@@ -135,7 +158,7 @@ def _stock_optimizers() -> None:
         torch.testing.assert_close(ours.full_tensor(), single.data, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, 3, 4])
 def test_torchs_adamw_and_clipping_work_unchanged(pool, world: int) -> None:
     pool(world).run(_stock_optimizers)
 
@@ -144,6 +167,10 @@ def _save(folder: str) -> None:
     import torch.distributed.checkpoint as dcp
 
     dcp.save({"w": _setup()[3]}, checkpoint_id=folder)
+    staged = _setup()[3]
+    saving = dcp.async_save({"w": staged}, checkpoint_id=f"{folder}/later")
+    staged.zero_()  # what is written was copied before
+    saving.result()
 
 
 def _load(folder: str) -> torch.Tensor:
@@ -156,6 +183,9 @@ def _load(folder: str) -> torch.Tensor:
     units[-1] = 5  # every other rank holds nothing
     target = redistribute(torch.zeros_like(ragged), [RaggedShard((0,), units)])
     dcp.load({"w": target}, checkpoint_id=folder)
+    later = torch.zeros_like(target)
+    dcp.load({"w": later}, checkpoint_id=f"{folder}/later")
+    assert torch.equal(later, target)
     return target.full_tensor()
 
 
@@ -167,30 +197,35 @@ def test_torchs_distributed_checkpoint_moves_between_world_sizes(pool, tmp_path:
     assert all(torch.equal(result, whole) for result in pool(loaded).run(_load, str(tmp_path)))
 
 
-def _second_axis() -> None:
-    """RaggedShard on the first axis of a (2, 2) mesh, Shard(0) or Shard(1) on the second, which cuts first."""
+def _second_axis(sizes: tuple[int, int]) -> None:
+    """RaggedShard on the first axis of a mesh, Shard(0) or Shard(1) on the second, which cuts first."""
     from vescale import RaggedShard, RaggedTensor, clip_grad_norm_, distribute, from_local, redistribute
 
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp"))
+    (dp, tp), rank = sizes, mesh.get_local_rank("dp")
     for shape, dim in (((6, 4), 0), ((6, 4), 1), ((5, 3), 0), ((3, 5), 1), ((4, 3, 6), 2)):  # uneven ones too (T-U3)
         torch.manual_seed(1)
         whole = torch.randn(shape)
-        part = whole.chunk(2, dim)[mesh.get_local_rank("tp")]
-        for first in (0, 5, part.numel()):
-            placement = RaggedShard.of_slot(part.shape, offset=100 - first, shard_size=100, num_ranks=2)
+        parts = [*whole.chunk(tp, dim), *[whole.narrow(dim, 0, 0)] * tp]  # the last ones may be empty
+        part = parts[mesh.get_local_rank("tp")]
+        for first in (0, min(5, part.numel()), part.numel()):
+            cut = [first, part.numel() - first, *[0] * (dp - 2)] if dp > 1 else [part.numel()]
+            placement = RaggedShard(range(part.ndim), cut)
             ragged = distribute(whole, mesh, [placement, Shard(dim)])
-            run = slice(0, first) if mesh.get_local_rank("dp") == 0 else slice(first, None)
+            run = slice(sum(cut[:rank]), sum(cut[: rank + 1]))
             assert torch.equal(ragged.to_local(), part.reshape(-1)[run]) and ragged.shape == whole.shape
             assert torch.equal(ragged.full_tensor(), whole)
             inner = redistribute(ragged, [Replicate(), Shard(dim)])
             assert not isinstance(inner, RaggedTensor) and torch.equal(inner.to_local(), part)
             assert torch.equal(redistribute(inner, [placement, Shard(dim)]).to_local(), ragged.to_local())
             assert torch.equal(ragged.redistribute(placements=[Replicate(), Replicate()]).to_local(), whole)
-            other = RaggedShard.of_slot(part.shape, offset=1, shard_size=part.numel(), num_ranks=2)
+            other = RaggedShard(range(part.ndim), [*[0] * (dp - 1), part.numel()])
             assert torch.equal(redistribute(ragged, [other, Shard(dim)]).full_tensor(), whole)
-            partial = DTensor.from_local(part * (mesh.get_local_rank("dp") + 1), mesh, [Partial(), Shard(dim)],
+            partial = DTensor.from_local(part * (rank + 1), mesh, [Partial(), Shard(dim)],
                                          run_check=False, shape=whole.shape, stride=whole.stride())  # fmt: skip
-            torch.testing.assert_close(redistribute(partial, [placement, Shard(dim)]).full_tensor(), whole * 3)
+            torch.testing.assert_close(
+                redistribute(partial, [placement, Shard(dim)]).full_tensor(), whole * (dp * (dp + 1) // 2)
+            )
             for reduce in (torch.max, torch.min, torch.sum, torch.mean, torch.linalg.vector_norm):
                 torch.testing.assert_close(reduce(ragged), reduce(whole))
             torch.manual_seed(9)
@@ -210,9 +245,9 @@ def _second_axis() -> None:
                 assert torch.equal(ragged.__get_tensor_shard__(_at(box.offsets)), whole[index])
             assert torch.equal(torch._foreach_add([ragged], [ragged])[0].full_tensor(), whole * 2)
     with pytest.raises(ValueError, match="units"):
-        from_local(torch.zeros(3), mesh, [RaggedShard((0,), (1, 1)), Shard(0)], shape=(6, 1))
+        from_local(torch.zeros(3), mesh, [RaggedShard((0,), [1] * dp), Shard(0)], shape=(48, 1))
     with pytest.raises(NotImplementedError, match="one RaggedShard"):
-        distribute(torch.ones(4, 4), mesh, [RaggedShard((0,), (2, 2)), Partial()])
+        distribute(torch.ones(4, 4), mesh, [RaggedShard((0,), [4] + [0] * (dp - 1)), Partial()])
 
 
 def _at(offsets: torch.Size):
@@ -221,25 +256,27 @@ def _at(offsets: torch.Size):
     return MetadataIndex("w", offsets)
 
 
-def test_a_second_mesh_axis_of_shard_cuts_first(pool) -> None:
-    pool(4).run(_second_axis)
+@pytest.mark.parametrize("sizes", [(2, 2), (2, 1), (1, 2), (3, 1), (1, 3)])
+def test_a_second_mesh_axis_of_shard_cuts_first(pool, sizes: tuple[int, int]) -> None:
+    pool(sizes[0] * sizes[1]).run(_second_axis, sizes)
 
 
-def _norms() -> None:
+def _norms(sizes: tuple[int, int]) -> None:
     """Ragged, stock and plain gradients of three meshes and three dtypes, some runs empty: one complete scalar."""
     from vescale import RaggedShard, clip_grad_norm_, distribute
 
     world = dist.get_world_size()
-    one, two = init_device_mesh("cpu", (world,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    one, two = init_device_mesh("cpu", (world,)), init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp"))
     torch.manual_seed(3)
     whole = [torch.randn(6, 4), torch.randn(6, 4, dtype=torch.float64), torch.randn(8).bfloat16(), torch.randn(5),
              torch.randn(7, 3), torch.randn(2, 2)]  # fmt: skip
     last = [0] * (world - 1)
-    half = RaggedShard((0,), (1, 2))
+    rows = 6 // sizes[1]
+    half = RaggedShard((0,), [1, rows - 1, *[0] * (sizes[0] - 2)] if sizes[0] > 1 else [rows])
     sharded = [
         distribute(whole[0], one, [RaggedShard((0,), (*last, 6))]),
         distribute(whole[1], two, [half, Shard(0)]),
-        distribute(whole[2], two, [RaggedShard((0,), (0, 8)), Replicate()]),
+        distribute(whole[2], two, [RaggedShard((0,), [*[0] * (sizes[0] - 1), 8]), Replicate()]),
         whole[3].clone(),
         torch.distributed.tensor.distribute_tensor(whole[4], one, [Shard(0)]),
         torch.distributed.tensor.distribute_tensor(whole[5], two, [Replicate(), Shard(1)]),
@@ -262,5 +299,33 @@ def _norms() -> None:
         clip_grad_norm_([partial], 1.0)
 
 
-def test_clipping_over_meshes_dtypes_and_empty_runs_is_complete(pool) -> None:
-    pool(4).run(_norms)
+@pytest.mark.parametrize("sizes", [(2, 2), (2, 1), (1, 3), (3, 1)])
+def test_clipping_over_meshes_dtypes_and_empty_runs_is_complete(pool, sizes: tuple[int, int]) -> None:
+    pool(sizes[0] * sizes[1]).run(_norms, sizes)
+
+
+def _low_precision() -> None:
+    """Partial results are added up in float32 or wider: float16 squares overflow from 256 on, bfloat16 has 8 bits."""
+    from vescale import RaggedShard, distribute
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    cut = RaggedShard((0,), [100, *[0] * (mesh.size() - 2), 2900])
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        whole = (torch.randn(3000, generator=torch.Generator().manual_seed(0)) * 10 + 1).to(dtype)
+        ragged = distribute(whole, mesh, [cut])
+        for p in (0, 1, 2, 3, float("inf")):
+            torch.testing.assert_close(torch.linalg.vector_norm(ragged, p), torch.linalg.vector_norm(whole, p))
+            torch.testing.assert_close(torch._foreach_norm([ragged], p)[0], torch._foreach_norm([whole], p)[0])
+        torch.testing.assert_close(ragged.norm(dtype=torch.float64), whole.norm(dtype=torch.float64))
+        for reduce in (torch.sum, torch.mean):
+            torch.testing.assert_close(reduce(ragged), reduce(whole))
+        assert torch.sum(ragged > 0) == torch.sum(whole > 0)
+    wave = torch.randn(12, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
+    ragged = distribute(wave, mesh, [RaggedShard((0,), [4, *[0] * (mesh.size() - 2), 8])])
+    torch.testing.assert_close(torch.linalg.vector_norm(ragged), torch.linalg.vector_norm(wave))
+    torch.testing.assert_close(torch.sum(ragged), torch.sum(wave))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_reductions_of_every_dtype_are_as_exact_as_the_wholes(pool, world: int) -> None:
+    pool(world).run(_low_precision)

@@ -81,6 +81,17 @@ def test_a_long_curve_keeps_its_extremes() -> None:
     assert len(kept) <= report.POINTS + 2 and (31_234.0, 40.0) in kept and kept == sorted(kept)
 
 
+def test_a_noisy_curve_has_its_running_mean_drawn_over_it() -> None:
+    points = [(float(i), (-1.0) ** i) for i in range(1001)]
+    chart = report.chart("t", [report.Curve("a", "red", points)], across="step")
+    raw, mean = ElementTree.fromstring(re.findall("<svg.*</svg>", chart)[0]).findall("polyline")
+    assert (raw.get("stroke-opacity"), mean.get("stroke-opacity")) == ("0.25", "1.0")
+    assert all(
+        abs(y) <= 1 / 11 + 1e-9 for _, y in report.smoothed(points)
+    )  # ten points to either side, or at an end one
+    assert report.smoothed([(float(i), 2.0 * i) for i in range(1001)])[500] == (500.0, 1000.0)
+
+
 @pytest.mark.parametrize(("low", "high"), [(0, 1), (2.3, 2.31), (0, 7e9), (-5, 3), (1e-8, 9e-8)])
 def test_ticks_are_few_and_inside(low: float, high: float) -> None:
     found = report.ticks(low, high)

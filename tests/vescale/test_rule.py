@@ -57,3 +57,10 @@ def test_groups_are_pairs_of_patterns_and_rules() -> None:
         Rules()
     with pytest.raises(ValueError, match="a: expected .pattern, rule.*b: str is no rule"):
         Rules(a="*", b=("*", "muon"))
+
+
+def test_wrappers_do_not_change_the_name_that_a_pattern_sees() -> None:
+    """ByteDance-Seed/VeOmni #1011: rules by name missed after wrapping."""
+    rules = Rules(first=("layers.0.proj.weight", Muon()), rest=("*", AdamW()))
+    for name in ("layers.0._checkpoint_wrapped_module.proj.weight", "_orig_mod.layers.0.proj.weight"):
+        assert rules.group_of(name) == "first"

@@ -463,3 +463,25 @@ def test_a_run_that_is_stopped_says_so_and_can_go_on(
     assert train.main(argv) == 0
     assert ends == [1, 0] and not dist.is_initialized()
     assert [row["step"] for row in _rows(tmp_path / "run") if "loss" in row] == [1, 2, 3, 4]
+
+
+def test_the_tracker_is_told_the_configuration_the_record_and_the_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vescale.tracking import Tracking
+
+    told: list[dict[str, Any]] = []
+    real = Tracking.open
+
+    def opened(tracking: Tracking, folder: Path, **options: Any) -> Any:
+        told.append(options["config"])
+        return real(tracking, folder, **options)
+
+    monkeypatch.setattr(Tracking, "open", opened)
+    assert train.main([*TINY, "trainer.steps=1", "run_dir=run"]) == 0
+    (config,) = told
+    assert config["model"]["hidden_size"] == 32 and json.loads(json.dumps(config)) == config
+    assert {"config_sha256", "data", "seeds", "git", "versions", "mesh", "machine"} == {*config["record"]}
+    assert any("Muon" in line for line in config["plan"]["optimizer"])
+    (layer,) = [value for name, value in config["plan"]["segments"].items() if "layers.1" in name]
+    assert layer["num_ranks"] == 1 and 0 <= layer["padding"] < 0.1

@@ -151,6 +151,8 @@ class TextData:
             raise_all(problems)
             return self._open_text(paths[0], cut=cut)
         told = _manifest(paths[0]) if len(paths) == 1 else {}
+        if told.get("dtype") and self.dtype not in (None, told["dtype"]):
+            problems.append(f"dtype: expected {told['dtype']} ({paths[0].with_suffix('.json')}), got {self.dtype}")
         opened = [open_tokens(path, dtype=self.dtype or told.get("dtype")) for path in paths]
         raise_all(problems + [problem for _, wrong in opened for problem in wrong])
         return self._open_bin(name, [file for file, _ in opened if file is not None], told, cut=cut)

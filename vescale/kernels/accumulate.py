@@ -57,7 +57,7 @@ def accumulate_torch(
 ) -> None:
     """The twin."""
     if fresh:
-        torch.mul(reduced.to(grad.dtype), scale, out=grad)
+        grad.copy_(reduced).mul_(scale)  # widened where it is to lie, no wide copy beside it
     elif isinstance(scale, Tensor):
         grad.addcmul_(reduced.to(grad.dtype), scale)
     else:

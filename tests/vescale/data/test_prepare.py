@@ -90,6 +90,8 @@ def test_what_is_prepared_is_trained_on_without_saying_more(
     assert [*data.train.tokens] == _expected() and data.vocab_size == 320
     facts = json.loads(out.with_suffix(".json").read_text())
     assert (facts["documents"], facts["tokens"], facts["tokenizer"]) == (7, len(_expected()), "bytes-320")
+    with pytest.raises(ValueError, match=r"dtype: expected uint16 \(.*t.json\), got uint32"):
+        TextData(path=str(out), seq_len=8, val_fraction=0, dtype="uint32").open()
     assert facts["fingerprint"] == data.fingerprint and data.describe()["tokenizer"] == "bytes-320"
     assert sorted(path.name for path in out.parent.iterdir()) == ["t.bin", "t.docs", "t.json"]
 

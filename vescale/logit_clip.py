@@ -1,0 +1,99 @@
+"""Logit clip: scales attention weights after a step by what the step's largest logits were, over all ranks.
+
+::
+
+    forward of every micro-batch    each attention keeps the largest logit of each head in its buffer ``max_logit``
+    after optimizer.step()          one all-reduce (max) of all layers' buffers, 4 bytes a head
+                                    each rank scales the rows, or parts of rows, of the projections that lie on it
+                                    the buffers start anew
+
+What is scaled by how much the clip says (``optimizers.QKClip``), which rows of what the attention says
+(``logit_weights``). A product with the same factor has the same bits wherever a row is cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from vescale.collectives import all_reduce
+from vescale.ragged_tensor import RaggedTensor
+
+
+class Clip(Protocol):
+    """What says how much; ``optimizers.QKClip`` is one."""
+
+    def factors(self, max_logit: torch.Tensor) -> torch.Tensor:
+        """Factors of (..., heads) float32 logits, like them."""
+
+    def rows(self, factors: torch.Tensor, *, shared: int, pieces: Sequence[tuple[int, float]]) -> torch.Tensor:
+        """The factor of each row of a projection, (rows,) float32."""
+
+
+class LogitClip:
+    """Scales attention weights after every step of an optimizer, until ``remove``.
+
+    Args:
+        clip: How much.
+        model: With attention modules that have ``watch_logits()``, ``max_logit`` and ``logit_weights()``; sharded or
+            not, after its weights have a device.
+        optimizer: Whose steps to follow; a torch one.
+
+    Raises:
+        ValueError: If the model has no such attention, or an attention cannot be clipped.
+    """
+
+    def __init__(self, clip: Clip, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.clip, self.weights = clip, clipped_weights(clip, model)
+        for attention, _ in self.weights:
+            attention.watch_logits()
+        self.remove = optimizer.register_step_post_hook(self._after_step).remove
+
+    @torch.no_grad()
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        largest = torch.stack([attention.max_logit for attention, _ in self.weights])
+        if dist.is_initialized():
+            all_reduce(largest, group=dist.group.WORLD, op=dist.ReduceOp.MAX)  # type: ignore[arg-type]
+        factors = self.clip.factors(largest)
+        skip = kwargs.get("skip")
+        if skip is not None:
+            factors = torch.where(skip > 0, 1.0, factors)
+        for (attention, weights), each in zip(self.weights, factors, strict=True):
+            attention.max_logit.fill_(-torch.inf)
+            for projection, shared, pieces in weights:
+                rows = self.clip.rows(each, shared=shared, pieces=pieces)
+                for param in projection.parameters():  # the weight, and a bias where there is one
+                    scale_rows_(param, rows)
+
+
+def clipped_weights(clip: Clip, model: nn.Module) -> list[tuple[Any, Sequence[Any]]]:
+    """Returns every attention of a model, also of one on the meta device, with its ``logit_weights``.
+
+    Raises:
+        ValueError: If the model has no such attention, or an attention cannot be clipped.
+    """
+    found: list[Any] = [module for module in model.modules() if hasattr(module, "watch_logits")]
+    if not found:
+        raise ValueError(f"{type(clip).__name__}: {type(model).__name__} has no attention that can watch its logits")
+    return [(attention, attention.logit_weights()) for attention in found]
+
+
+def scale_rows_(param: torch.Tensor, rows: torch.Tensor) -> None:
+    """Multiplies each row of a parameter by its factor, in place, the part of it that lies on this rank.
+
+    Args:
+        param: (m, ...) floating point, sharded or not.
+        rows: (m,) float32.
+    """
+    columns = max(param.shape[1:].numel(), 1)
+    if not isinstance(param, RaggedTensor):
+        param.mul_(rows.view(-1, *[1] * (param.ndim - 1)).to(param.dtype))
+        return
+    start, stop = param.run
+    first = start // columns
+    mine = rows[first : -(-stop // columns)].repeat_interleave(columns)
+    param._local_tensor.view(-1).mul_(mine[start - first * columns : stop - first * columns].to(param.dtype))
