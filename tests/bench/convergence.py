@@ -169,17 +169,18 @@ def results(runs: Runs, names: list[str]) -> dict[str, list[dict[str, Any]]]:
 
 
 def show(found: dict[str, list[dict[str, Any]]]) -> None:
-    """Prints the table."""
-    target = statistics.mean(run["final"] for run in found["adamw"])
-    table = Table(title=f"validation loss, nats per byte; AdamW's final is {target:.4f} ({machine()})")
-    for column in ("rule", "lr", "final, mean", "sd", "steps to AdamW's final", "of AdamW's steps"):
+    """Prints the table; a run is compared with AdamW's of the same seed, which has the same batches."""
+    targets = {run["seed"]: run["final"] for run in found["adamw"]}
+    table = Table(title=f"validation loss, nats per byte, of {len(SEEDS)} seeds ({machine()})")
+    for column in ("rule", "lr", "final, mean", "sd", "over AdamW's", "steps to AdamW's", "sd ", "of AdamW's steps"):
         table.add_column(column, justify="left" if column == "rule" else "right")
     for name, seeds in found.items():
         finals = [run["final"] for run in seeds]
-        steps = [steps_to(run["curve"], target) for run in seeds]
+        over = statistics.mean(run["final"] / targets[run["seed"]] - 1 for run in seeds)
+        steps = [steps_to(run["curve"], targets[run["seed"]]) for run in seeds]
         mean, spread = statistics.mean(steps), statistics.stdev(steps) if all(map(math.isfinite, steps)) else math.nan
-        row = (f"{statistics.mean(finals):.4f}", f"{statistics.stdev(finals):.4f}", f"{mean:.0f} +- {spread:.0f}")
-        table.add_row(name, f"{seeds[0]['lr']:g}", *row, f"{mean / STEPS:.2f}")
+        row = (f"{statistics.mean(finals):.3f}", f"{statistics.stdev(finals):.3f}", f"{over:+.2%}")
+        table.add_row(name, f"{seeds[0]['lr']:g}", *row, f"{mean:.0f}", f"{spread:.0f}", f"{mean / STEPS:.2f}")
     Console(width=120).print(table)
 
 
