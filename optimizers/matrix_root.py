@@ -20,7 +20,6 @@ from torch import Tensor
 TOLERANCE = 1e-6  # google-research/scalable_shampoo and facebookresearch/optimizers: error of M at which to stop
 STEPS = 40  # at a damping of 1e-6 no spectrum took more than 22
 POWER_STEPS = 10  # of the largest eigenvalue; it scales the damping alone, so a few percent do not matter
-NEAR = 1e-2  # of M: from here on errors square
 SAFE = 1e-2  # of M at the end: a root with a larger error is not used
 
 

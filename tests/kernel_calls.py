@@ -92,25 +92,13 @@ def calls(device: str, elements: int = ELEMENTS) -> dict[str, Callable[[], Call]
         grad, reduced, sums = flat(), flat(torch.bfloat16), flat(n=num_sums(elements))
         return Call(lambda: accumulate_triton(grad, reduced, scale=0.25, fresh=False, sums=sums), 10 * elements)
 
-    # Matrices of 3 Mi elements, each cut in two by an edge: what an all-to-all of a layer packs.
+    # What lies between tensors: 32 elements behind every 3 Mi, and a long end.
     step = min(3 * 2**20, elements // 8)
-    pieces = Pieces([(k * step, (k * step + elements // 2) % elements, step - 32) for k in range(elements // step)])
-
-    def pack() -> Call:
-        source, to = flat(torch.bfloat16), flat(torch.bfloat16)
-        return Call(lambda: pieces.copy_triton(source, to), 4 * pieces.num_elements)
-
-    def cast() -> Call:
-        source, to, scale = flat(), flat(torch.bfloat16), number(0.5)
-        return Call(lambda: pieces.copy_triton(source, to, scale=scale), 6 * pieces.num_elements)
+    pieces = Pieces([*((at - 32, at) for at in range(step, elements - step, step)), (elements - step, elements)])
 
     def zero() -> Call:
         x = flat()
         return Call(lambda: pieces.zero_triton(x), 4 * pieces.num_elements)
-
-    def norms() -> Call:
-        x = flat()
-        return Call(lambda: pieces.square_sums_triton(x), 4 * pieces.num_elements)
 
     def quantized(dtype: torch.dtype) -> Call:
         x = flat(torch.bfloat16)
@@ -133,10 +121,7 @@ def calls(device: str, elements: int = ELEMENTS) -> dict[str, Callable[[], Call]
         "Adam8bit, with bf16 copy": lambda: adam8bit("none"),
         "Adam8bit bnb, with bf16 copy": lambda: adam8bit("bnb"),
         "accumulate bf16, with norm": accumulate,
-        "pieces: pack bf16": pack,
-        "pieces: scale and cast": cast,
         "pieces: zero": zero,
-        "pieces: norms": norms,
         "quantize to int8": lambda: quantized(int8),
         "quantize to float8": lambda: quantized(float8),
         "dequantize int8": lambda: dequantized(int8),

@@ -78,7 +78,7 @@ class Layout:
         if sharded not in self._gaps:
             low, high = (self.rank * self.plan.shard_size, self.plan.shard_size) if sharded else (0, self.plan.numel)
             spans = [(max(start - low, 0), min(stop - low, high)) for start, stop in self.plan.gaps()]
-            self._gaps[sharded] = Pieces.within([(start, stop) for start, stop in spans if stop > start])
+            self._gaps[sharded] = Pieces([(start, stop) for start, stop in spans if stop > start])
         return self._gaps[sharded]
 
     def _span(self, index: int) -> tuple[int, int]:

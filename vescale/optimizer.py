@@ -225,7 +225,7 @@ class Optimizer(torch.optim.Optimizer):
     def _rule_now(self, group: dict[str, Any]) -> Any:
         """The rule with the numbers that the group holds now."""
         rule = self.rules.groups[group["name"]].rule
-        return dataclasses.replace(rule, **{key: group[key] for key in _hyperparameters(rule)})
+        return dataclasses.replace(rule, **{key: _number(key, group[key]) for key in _hyperparameters(rule)})
 
     def _program(self, runs: Sequence[Run]) -> list[Bucket]:
         """Buckets of those runs that have gradients, made once per set of such runs."""
@@ -345,6 +345,14 @@ def _summary(runs: Sequence[Run]) -> list[str]:
     granularity = max(lattice.granularity for lattice in lattices)
     sizes = (str(len(pairs)), f"{elements:,}", f"{block:,}", f"{granularity:,}")
     return [*sizes, *(f"{n / 1e6:,.1f}" for n in ((elements - cut) * itemsize, cut * itemsize, state))]
+
+
+def _number(name: str, value: Any) -> Any:
+    """A hyperparameter as rules take it: 0-d tensors on the CPU are read, except ``lr``, which may be on the device."""
+    if isinstance(value, list | tuple):
+        return type(value)(_number(name, item) for item in value)
+    is_read = isinstance(value, torch.Tensor) and value.ndim == 0 and value.device.type == "cpu" and name != "lr"
+    return value.item() if is_read else value
 
 
 def _hyperparameters(rule: Any) -> dict[str, Any]:

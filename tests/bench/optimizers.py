@@ -261,28 +261,73 @@ def adam8bit(mesh: DeviceMesh, pairs: int) -> list[Row]:
 
 
 def kronecker(mesh: DeviceMesh, pairs: int) -> list[Row]:
-    """Eight matrices of 256 x 256, one block each, over ten steps so that every refresh is in."""
-    import pytorch_optimizer
+    """Eight matrices of 256 x 256, one block each, over ten steps so that every refresh is in.
 
+    Roots and bases are renewed every ten steps on both sides, all in float32. The peer of roots by eigenvalues is
+    ``Shampoo``, which has no moments and takes a singular value decomposition; that of roots by Newton is
+    ``ScalableShampoo``, with blocks, moments and grafting as ours.
+    """
+    import pytorch_optimizer
+    from pytorch_optimizer.optimizer.shampoo import LayerWiseGrafting
+
+    # glibc gives blocks of 256 KB back and faults them in again, until one larger than those was freed, as in any
+    # process that has trained.
+    torch.ones(7 * 2**20)
     shapes, found = ((256, 256),) * 8, []
+    graft, every = LayerWiseGrafting.RMSPROP, {"preconditioning_compute_steps": 10}
+    blocks = {"block_size": 256, "start_preconditioning_step": 1, "graft_type": graft}
     for name, rule, peer in (
         ("SOAP", SOAP(block_size=256), lambda params: pytorch_optimizer.SOAP(params)),
         (
             "Shampoo, roots by eigenvalues",
             Shampoo(block_size=256, root="eigen"),
-            lambda params: pytorch_optimizer.Shampoo(params, preconditioning_compute_steps=10),
+            lambda params: pytorch_optimizer.Shampoo(params, **every),
         ),
         (
             "Shampoo, roots by Newton",
             Shampoo(block_size=256),
-            lambda params: pytorch_optimizer.Shampoo(params, preconditioning_compute_steps=10),
+            lambda params: pytorch_optimizer.ScalableShampoo(params, **blocks, **every),
         ),
     ):
         step, _, _ = plain(rule, shapes)
         other = peer(plain(AdamW(), shapes)[2])
         times = alternate({"ours": _ten(step), "pytorch_optimizer": _ten(other.step)}, max(pairs // 3, 2))
-        found += against(f"{name}, 8 matrices of 256 x 256, mean of ten steps", times)
+        found += against(f"{name}, 8 matrices of 256 x 256, ten steps", times)
+    return [*found, *(line for size, count in ((256, 8), (32, 64)) for line in batches(size, count, pairs))]
+
+
+def batches(size: int, count: int, pairs: int) -> list[Row]:
+    """Our rules on equal blocks, all in one batch, as on a GPU, and one at a time, as on a CPU."""
+    found = []
+    for rule in (SOAP(block_size=size), Shampoo(block_size=size, root="eigen")):
+        grads = torch.randn(count, size, size)
+        state = {
+            name: first.expand(count, *first.shape).clone() for name, first in rule.block_state((size,) * 2).items()
+        }
+        state["step"] = torch.zeros(())
+        for refresh in ("first", None):
+            state |= rule.block((grads,), state, refresh=refresh)[1]
+
+        def together(refresh: str | None, rule: Any = rule, grads: Any = grads, state: Any = state) -> None:
+            rule.block((grads,), state, refresh=refresh)
+
+        def apart(refresh: str | None, rule: Any = rule, grads: Any = grads, state: Any = state) -> None:
+            for i in range(len(grads)):
+                one = {name: value[i : i + 1] if value.ndim else value for name, value in state.items()}
+                rule.block((grads[i : i + 1],), one, refresh=refresh)
+
+        systems = {"ours": _nine_and_a_refresh(together), "one at a time": _nine_and_a_refresh(apart)}
+        label = f"{type(rule).__name__}, {count} blocks of {size} in one batch, ten steps"
+        found += against(label, alternate(systems, pairs))
     return found
+
+
+def _nine_and_a_refresh(run: Callable[[str | None], None]) -> Step:
+    def ten() -> None:
+        for refresh in (*[None] * 9, "again"):
+            run(refresh)
+
+    return ten
 
 
 def _ten(step: Step) -> Step:

@@ -379,9 +379,9 @@ def _numbers(rule: str) -> None:
     _step(model, optimizer, 1)
     assert all(torch.equal(p.full_tensor(), before[n]) for n, p in model.named_parameters())
     for group in optimizer.param_groups:
-        group["lr"], group["weight_decay"] = 0.5, 2.0
+        group["lr"], group["weight_decay"] = 0.5, torch.tensor(2.0)
         if "betas" in group:
-            group["betas"] = (0.0, 0.5)
+            group["betas"] = (0.0, torch.tensor(0.5))
     _step(model, optimizer, 2)
     trained = [n for n, p in model.named_parameters() if p.requires_grad]
     assert not any(torch.equal(dict(model.named_parameters())[n].full_tensor(), before[n]) for n in trained)
