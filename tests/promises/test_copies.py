@@ -84,7 +84,7 @@ def test_copies_seen_from_outside_are_those_counted_inside(pool, dtype: torch.dt
         casts = {("aten::copy_", weights // 2 * size): gathers}
         copied = 0 if cls is Linear else 2 * DEPTH
         hooks = {("aten::copy_", weights // 2 * size): copied}  # a weight and half a layer have the same bytes
-        widened = {("aten::_to_copy", weights // 2 * 4): DEPTH} if dtype is torch.bfloat16 else {}
+        widened = {("aten::copy_", weights // 2 * 4): DEPTH} if dtype is torch.bfloat16 else {}
         gloos = {
             ("aten::copy_", weights // 2 * size): DEPTH
         }  # its reduce-scatter copies the result out, when waited for
