@@ -1,9 +1,10 @@
 """fully_shard against FSDP2: step time and what it is made of, memory, copies, and the overhead of a unit.
 
-    python tests/bench/fsdp.py --row dense-1024-64 [--reduce bf16|fp32] [--pairs 7] [--json FILE]
+    python tests/bench/fsdp.py [--row dense-1024-64] [--reduce bf16|fp32] [--pairs 7] [--json FILE]
 
-The same model, data, dtypes, process group and optimizer (torch's fused AdamW), alternating in one run. ``rest`` is the
-step less the compute and the collectives alone: copies and bookkeeping. Systems:
+All rows take about half an hour of a machine that does nothing else. The same model, data, dtypes, process group and
+optimizer (torch's fused AdamW), alternating in one run. ``rest`` is the step less the compute and the collectives
+alone: copies and bookkeeping. Systems:
 
     fsdp2             FSDP2; whichever of its own settings is fastest here (gathers asynchronous or not; experts cut by
                       Shard(0) or Shard(1))
@@ -24,7 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from copies import Copies
-from report import Row, arguments, publish, row
+from report import Row, arguments, publish, row, write
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -36,6 +37,7 @@ from models import LlamaConfig
 from vescale import collectives, fully_shard, step_in_backward
 from vescale.live import LiveBytes
 
+TITLE = "fully_shard against FSDP2"
 VOCAB = 512
 
 
@@ -385,17 +387,24 @@ def overhead(pairs: int) -> list[Row]:
 def main() -> None:
     """Reads the arguments and starts the ranks."""
     parser = arguments("fully_shard against FSDP2.")
-    parser.add_argument("--row", choices=(*SHAPES, "overhead"), default="dense-512")
-    parser.add_argument("--reduce", choices=tuple(DTYPES), default="fp32", help="dtype of the reduction")
+    parser.add_argument("--row", choices=("all", *SHAPES, "overhead"), default="all")
+    parser.add_argument("--reduce", choices=("both", *DTYPES), default="both", help="dtype of the reduction")
     parser.add_argument("--pairs", type=int, default=7, help="alternating rounds that count")
     parser.add_argument("--what", choices=("all", "time", "memory"), default="all")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    if options.row == "overhead":
-        rows = overhead(options.pairs)
-    else:
-        rows = measure(options.row, options.reduce, options.pairs, options.what)
-    publish("fully_shard against FSDP2", rows, options.json)
+    names = [*SHAPES, "overhead"] if options.row == "all" else [options.row]
+    reduces = list(DTYPES) if options.reduce == "both" else [options.reduce]
+    calls = [lambda n=n, r=r: measure(n, r, options.pairs, options.what) for n in names if n in SHAPES for r in reduces]
+    if "overhead" in names:
+        calls.append(lambda: overhead(options.pairs))
+    rows: list[Row] = []
+    for call in calls:
+        found = call()
+        publish(TITLE, found, None)
+        rows += found
+        if options.json:
+            write(TITLE, rows, options.json)  # what is there, should the rest be stopped
 
 
 if __name__ == "__main__":

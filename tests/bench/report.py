@@ -67,6 +67,11 @@ def publish(title: str, rows: list[Row], file: Path | None) -> None:
         table.add_row(line.name, f"{line.ours:.4g}", "" if line.peer is None else f"{line.peer:.4g}", line.unit, ratio)
     Console(width=120).print(table)
     if file is not None:
-        file.write_text(
-            json.dumps({"title": title, "machine": machine(), "rows": [line._asdict() for line in rows]}, indent=1)
-        )
+        write(title, rows, file)
+
+
+def write(title: str, rows: list[Row], file: Path) -> None:
+    """Writes the rows as JSON."""
+    file.write_text(
+        json.dumps({"title": title, "machine": machine(), "rows": [line._asdict() for line in rows]}, indent=1)
+    )
