@@ -217,7 +217,7 @@ def _check_options(
     if problems:
         raise ValueError("fully_shard: " + "; ".join(problems))
     if missing:
-        raise NotImplementedError("fully_shard cannot yet do " + "; ".join(missing))
+        raise NotImplementedError("fully_shard does not take " + "; ".join(missing))
 
 
 def _whole_number(reshard: bool | int | None) -> bool | int | None:

@@ -64,7 +64,7 @@ def load_full(model: nn.Module, state: Mapping[str, torch.Tensor] | None, *, str
     Args:
         model: Has sharded modules in it, and has memory (``to_empty`` after meta-device init).
         state: On rank 0, by name; a mapping that reads a tensor when it is asked for it keeps the memory at one
-            segment. Elsewhere None. One name of a tied parameter suffices.
+            segment. Elsewhere it is not looked at. One name of a tied parameter suffices.
         strict: Refuse missing and unexpected names.
 
     Raises:
@@ -72,6 +72,7 @@ def load_full(model: nn.Module, state: Mapping[str, torch.Tensor] | None, *, str
             changed then; only a mapping that is no dict is read late, and can fail on the way.
     """
     entries = model.state_dict(keep_vars=True)
+    state = state if dist.get_rank() == 0 else None  # {} elsewhere, as full_state_dict returns, says the same
     problem = _problems(entries, state, strict) if dist.get_rank() == 0 else None
     _raise_everywhere(problem)
     present = set(collectives.broadcast_object(set(state) & set(entries) if state is not None else None))

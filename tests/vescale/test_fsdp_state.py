@@ -180,6 +180,8 @@ def _states() -> None:
     assert len(source.reads) == (len(source) if rank0 else 0), "each tensor is read once, by rank 0"
     assert source.most <= 2, "and copied into its segment before the one after the next is read"
     _same(fresh.state_dict(), other)
+    load_full(fresh, full_state_dict(model))  # {} on other ranks
+    _same(fresh.state_dict(), other)
     load_full(fresh, whole.state_dict() if rank0 else None)
     _same(fresh.state_dict(), whole.state_dict())
     _bad_states(fresh, whole.state_dict(), rank0)
