@@ -418,7 +418,7 @@ def describe(trainer: Trainer, world: int) -> str:
     trainer.check_ranks(world)
     seq_len = trainer.data_config.seq_len
     total, flops = trainer.model_config.num_parameters(), trainer.model_config.flops_per_token(seq_len)
-    size = f"{total:,} parameters, {flops:.4g} FLOPs per token at {seq_len} tokens, {world} ranks"
+    size = f"{total:,} parameters, {flops:.4g} FLOPs per token at {seq_len} tokens, {world} rank{'s' * (world > 1)}"
     return f"{trainer.routing}\n{size}\n{Blueprint(trainer, world).describe()}"
 
 

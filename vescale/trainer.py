@@ -387,7 +387,7 @@ class Trainer:
             tokens=extra["tokens"],
         )
         size = self.model_config.num_parameters()
-        print(f"{self.optimizer.report()}\n{size:,} parameters, {world} ranks, run in {self.run_dir}")
+        print(f"{self.optimizer.report()}\n{size:,} parameters, {world} rank{'s' * (world > 1)}, run in {self.run_dir}")
         print(f"metrics: {tracker.path}; {tracker.where}", flush=True)
         if self.exact is not None:
             print(deterministic.costs(self.exact, global_batch=self.config.global_batch))
