@@ -23,12 +23,15 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from vescale.bucket import Bucket, pack
 from vescale.counting import Counters
 from vescale.grad_norm import clip_grad_norm_
 from vescale.owners import Deal, Key, Load, assign, owned_blocks
+from vescale.ragged_tensor import RaggedTensor
 from vescale.rule import Routing, Rules, state_bytes, table
 from vescale.run import Run, runs_of
 from vescale.unit import PENDING, Unit, home_of
@@ -57,8 +60,8 @@ class Optimizer(torch.optim.Optimizer):
 
     Raises:
         ValueError: Where routing fails (see ``Rules.route``), an edge cuts what a rule never lets be cut, parameters
-            are not of the rule's dtype (float32), on the meta device, or not planned yet, or there are no copies to
-            share between.
+            are not of the rule's dtype (float32), on the meta device, not planned yet, or, outside any unit, not
+            contiguous, where nothing is trainable, or there are no copies to share between.
         NotImplementedError: To share blocks of a rule that keeps state where they are computed.
     """
 
@@ -76,7 +79,11 @@ class Optimizer(torch.optim.Optimizer):
         share_replicas: bool = False,
         offload_state: bool = False,
     ) -> None:
-        named = [(name, param) for name, param in named_parameters if param.requires_grad]
+        listed = list(named_parameters)
+        named = [(name, param) for name, param in listed if param.requires_grad]
+        if not named:
+            why = f"all {len(listed)} parameters have requires_grad=False" if listed else "named_parameters is empty"
+            raise ValueError(f"nothing is trainable: expected a parameter that requires a gradient, but {why}")
         _check_parameters(named)
         self.routing, self.rules = rules.route(named), rules
         params = dict(named)
@@ -108,6 +115,7 @@ class Optimizer(torch.optim.Optimizer):
             self._create_state(run)
         self._units = list({id(run.home.unit): run.home.unit for run in self.runs if run.home}.values())
         self._programs: dict[tuple[tuple[int, int, int], ...], list[Bucket]] = {}
+        self._failed = False  # a step raised here while other ranks may have taken it
 
     @property
     def owners(self) -> dict[Key, int]:
@@ -131,6 +139,9 @@ class Optimizer(torch.optim.Optimizer):
     ) -> Any:
         """Steps every parameter that has a gradient.
 
+        An exception in a block takes back what this rank wrote, and this rank alone: others may have taken the step,
+        or wait for this one. With more than one rank it ends the job, which goes on from a checkpoint.
+
         Args:
             closure: Recomputes the loss, as in torch.
             skip: () float32 on the parameters' device, equal on every rank: 1.0 leaves parameters and state bit for bit
@@ -139,7 +150,17 @@ class Optimizer(torch.optim.Optimizer):
 
         Returns:
             What the closure returned.
+
+        Raises:
+            ValueError: If a parameter has become of another dtype or, outside any unit, is not contiguous any more or
+                has a sparse gradient; nothing is changed then.
+            RuntimeError: If a block fails, naming its parameter; and from then on, where there are other ranks.
         """
+        if self._failed:
+            raise RuntimeError(
+                "step: an earlier step of this Optimizer raised on this rank, and other ranks may have taken it: end "
+                "the job on every rank and go on from a checkpoint"
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -156,6 +177,7 @@ class Optimizer(torch.optim.Optimizer):
         except Exception:
             for bucket in buckets:
                 bucket.undo()
+            self._failed = dist.is_initialized() and dist.get_world_size() > 1
             raise
         return loss
 
@@ -176,9 +198,10 @@ class Optimizer(torch.optim.Optimizer):
             pending.apply(rules[pending.group], skip)
 
     def _check_alive(self, runs: Sequence[Run], units: Sequence[Unit]) -> None:
-        """Puts parameters that were assigned to back into their shards, and refuses what is not float32 any more."""
+        """Puts parameters that were assigned to back into their shards, and refuses what cannot be stepped any more."""
         for unit in units:
             unit.realias()
+        _check_plain(runs)
         for run in runs:
             wanted = _dtype_of(run.rule)
             if run.dtype is not wanted:
@@ -202,12 +225,13 @@ class Optimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: For another policy, a negative ``max_norm`` or a ``norm_type`` that is not positive, or where
-                units are stepped in backward.
+                units are stepped in backward, or a parameter outside any unit has a sparse gradient.
         """
         if self.in_backward:
             raise ValueError("clip_grad_norm_: units are stepped in backward, when the norm of all is not known yet")
         if policy not in CLIP_POLICIES:
             raise ValueError(f"clip_grad_norm_: expected a policy of {CLIP_POLICIES}, got {policy!r}")
+        _check_plain(self.runs)
         every = [param for run in self.runs for param in run.params]
         scaled = [p for run in self.runs for p in run.params if policy == "all" or not hasattr(run.rule, "block")]
         return clip_grad_norm_(every, max_norm, norm_type, scaled=[] if policy == "none" else scaled)
@@ -285,16 +309,17 @@ class Optimizer(torch.optim.Optimizer):
         """Copies state into the tensors that exist, so that they stay views of their flat runs; sets the groups'
         numbers.
 
+        Args:
+            state_dict: As ``state_dict`` returns it. A tensor is cut as the one here is, or whole and equal on every
+                rank; its shape is the same, and floating-point numbers may have another precision.
+
         Raises:
-            ValueError: If groups, parameters or names of state differ; nothing is changed then.
+            ValueError: If groups, parameters, or names, shapes, cuts or kinds of state differ, or a rule refuses a
+                group's numbers; nothing is changed then.
         """
         own = self.state_dict()
+        self._check_saved(own, state_dict)
         saved_groups, saved_state = state_dict["param_groups"], state_dict["state"]
-        if [group["params"] for group in own["param_groups"]] != [group["params"] for group in saved_groups]:
-            raise ValueError("load_state_dict: the saved parameter groups hold other parameters than this optimizer's")
-        differs = [key for key in own["state"] if set(saved_state.get(key, {})) != set(own["state"][key])]
-        if differs:
-            raise ValueError(f"load_state_dict: names of state differ for parameters {differs[:8]}")
         with torch.no_grad():
             for key, values in own["state"].items():
                 for name, value in values.items():
@@ -302,6 +327,32 @@ class Optimizer(torch.optim.Optimizer):
         for group, saved in zip(self.param_groups, saved_groups, strict=True):
             group.update({key: value for key, value in saved.items() if key not in ("params", "param_names")})
         self.state_was_loaded()
+
+    def _check_saved(self, own: dict[str, Any], saved: dict[str, Any]) -> None:
+        """Refuses a ``state_dict`` that is not of these parameters and rules; see ``load_state_dict``."""
+        if not {"param_groups", "state"} <= set(saved):
+            raise ValueError(
+                f"load_state_dict: expected the keys param_groups and state, got {sorted(map(str, saved))}"
+            )
+        ours, theirs = (
+            [(group.get("name"), group.get("params")) for group in of["param_groups"]] for of in (own, saved)
+        )
+        if ours != theirs:
+            raise ValueError("load_state_dict: the saved parameter groups hold other parameters than this optimizer's")
+        problems = []
+        for group in own["param_groups"]:
+            for key, param in zip(group["params"], group["param_names"], strict=True):
+                values, found = own["state"][key], saved["state"].get(key, {})
+                if set(found) != set(values):
+                    problems.append(f"{param}: expected names of state {sorted(values)}, got {sorted(found)}")
+                    continue
+                wrong = {name: _unlike(value, found[name]) for name, value in values.items()}
+                problems += [f"{param}: {name}: {problem}" for name, problem in wrong.items() if problem]
+        if problems:
+            more = f", and {len(problems) - 1} more that do not fit" if len(problems) > 1 else ""
+            raise ValueError(f"load_state_dict: {problems[0]}{more}")
+        for group, other in zip(self.param_groups, saved["param_groups"], strict=True):
+            self._rule_now({**group, **other})  # which refuses numbers that the next step would
 
     def state_was_loaded(self) -> None:
         """Rereads what the host keeps of the state; call it after writing into the tensors of ``named_state``."""
@@ -359,6 +410,45 @@ def _hyperparameters(rule: Any) -> dict[str, Any]:
     return {field.name: getattr(rule, field.name) for field in dataclasses.fields(rule)}
 
 
+def _unlike(value: torch.Tensor, saved: Any) -> str:
+    """Why ``saved`` cannot be copied into the state ``value``; empty if it can."""
+    if not isinstance(saved, torch.Tensor):
+        return f"expected a tensor, got {type(saved).__name__}"
+    if saved.shape != value.shape:
+        return f"expected shape {tuple(value.shape)}, got {tuple(saved.shape)}"
+    if isinstance(saved, DTensor):
+        if not isinstance(value, RaggedTensor):
+            return f"expected a plain tensor, got one with placements {saved.placements}"
+        if (saved.device_mesh, saved.placements) != (value.device_mesh, value.placements):
+            return f"expected placements {value.placements} or a whole tensor, got {saved.placements}"
+    if saved.is_meta or saved.layout is not torch.strided:
+        return f"expected a tensor with dense memory, got {saved.layout} on {saved.device}"
+    # Codes mean nothing in another dtype.
+    if saved.dtype is not value.dtype and not (saved.is_floating_point() and value.is_floating_point()):
+        return f"expected {value.dtype}, got {saved.dtype}"
+    return ""
+
+
+def _check_plain(runs: Sequence[Run]) -> None:
+    """Refuses parameters outside any unit that, or whose gradients, are no flat run of memory."""
+    for run in runs:
+        if run.home is None:
+            (name,), (param,) = run.names, run.params
+            _check_contiguous(name, param)
+            if param.grad is not None and param.grad.layout is not torch.strided:
+                raise ValueError(
+                    f"{name}: expected a dense gradient, got {param.grad.layout}: make its layer with sparse=False"
+                )
+
+
+def _check_contiguous(name: str, param: nn.Parameter) -> None:
+    if not param.is_contiguous():
+        raise ValueError(
+            f"{name}: expected contiguous memory of a parameter outside any unit, got shape {tuple(param.shape)} with "
+            f"strides {param.stride()}: make the parameter of tensor.contiguous()"
+        )
+
+
 def _check_parameters(named: Sequence[tuple[str, nn.Parameter]]) -> None:
     """Refuses parameters that are about to be replaced by sharded ones, or have no memory."""
     bare = [name for name, param in named if param.is_meta]
@@ -372,6 +462,9 @@ def _check_parameters(named: Sequence[tuple[str, nn.Parameter]]) -> None:
             f"{pending[0]} and {len(pending) - 1} more are not planned yet: take named_parameters() of the outermost "
             "module that fully_shard was called on, or call fully_shard on the root module too"
         )
+    for name, param in named:
+        if home_of(param) is None:
+            _check_contiguous(name, param)
 
 
 def _check_sharing(runs: Sequence[Run]) -> None:

@@ -349,6 +349,14 @@ def _not_steppable() -> None:
         Optimizer(nn.Linear(4, 4, dtype=torch.bfloat16).named_parameters(), Rules(all=("*", AdamW())))
     with pytest.raises(ValueError, match="on the meta device"):
         Optimizer(nn.Linear(4, 4, device="meta").named_parameters(), Rules(all=("*", AdamW())))
+    turned = nn.Parameter(torch.arange(12.0).view(3, 4).t())
+    with pytest.raises(ValueError, match=r"w: expected contiguous .*got shape \(4, 3\) with strides \(1, 4\)"):
+        Optimizer([("w", turned)], Rules(all=("*", AdamW())))
+    frozen = nn.Linear(4, 4).requires_grad_(False)
+    with pytest.raises(ValueError, match="nothing is trainable: .*all 2 parameters have requires_grad=False"):
+        Optimizer(frozen.named_parameters(), Rules(all=("*", AdamW())))
+    with pytest.raises(ValueError, match="nothing is trainable: .*named_parameters is empty"):
+        Optimizer([], Rules(all=("*", AdamW())))
 
 
 def test_parameters_that_cannot_be_stepped_are_refused(pool) -> None:

@@ -178,6 +178,45 @@ def test_loaded_state_has_the_dtype_it_had(pool) -> None:
     pool(2).run(_state_dict_of_other_dtypes)
 
 
+def _load_refusals() -> None:
+    """One line that names parameter, state, what was expected and what came; every bit stays."""
+    model, optimizer = _build("adam8bit")
+    _step(model, optimizer, 0)
+    before, saved = _everything(model, optimizer), optimizer.state_dict()
+    values = saved["state"][3]  # of 1.bias, too small for bytes: float32; the parameters before it fit
+    other = {**saved["state"][0], "exp_avg": torch.ones(40, 24)}
+    for key, state, problem in (
+        (3, {**values, "exp_avg": torch.ones(1)}, r"1\.bias: exp_avg: expected shape \(33,\), got \(1,\)"),
+        (3, {**values, "exp_avg": 1.0}, r"1\.bias: exp_avg: expected a tensor, got float"),
+        (3, {**values, "exp_avg": torch.empty(33, device="meta")}, r"1\.bias: exp_avg: expected .* dense memory"),
+        (3, {**values, "step": values["exp_avg"]}, r"1\.bias: step: expected shape \(\), got \(33,\)"),
+        (3, {"step": values["step"]}, r"1\.bias: expected names of state .*exp_avg.*, got \['step'\]"),
+        (0, other, r"0\.weight: exp_avg: expected torch.uint8, got torch.float32"),
+    ):
+        fine = {k: {n: v.clone().zero_() for n, v in of.items()} for k, of in saved["state"].items()}
+        with pytest.raises(ValueError, match=f"load_state_dict: {problem}"):
+            optimizer.load_state_dict({**saved, "state": {**fine, key: state}})
+    fine = {k: {n: v.clone().zero_() for n, v in of.items()} for k, of in saved["state"].items()}
+    (group,) = saved["param_groups"]
+    for wrong, problem in (
+        ([{**group, "name": "gone"}], "hold other parameters"),
+        ([{**group, "lr": -1.0}], "lr"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            optimizer.load_state_dict({"param_groups": wrong, "state": fine})
+    with pytest.raises(ValueError, match=r"expected the keys param_groups and state, got \['state'\]"):
+        optimizer.load_state_dict({"state": fine})
+    after = _everything(model, optimizer)
+    assert [name for name, value in after.items() if not torch.equal(value, before[name])] == []
+    optimizer.load_state_dict({**saved, "state": fine})
+    loaded = {name: value for name, value in _everything(model, optimizer).items() if name in optimizer.named_state()}
+    assert [name for name, value in loaded.items() if value.any()] == []
+
+
+def test_state_that_does_not_fit_is_named_and_nothing_is_loaded(pool) -> None:
+    pool(2).run(_load_refusals)
+
+
 # --- nothing half done ---
 
 
@@ -243,6 +282,42 @@ def _failing(rule: str, **options: Any) -> None:
 def test_an_exception_in_a_block_names_the_parameter_and_leaves_everything(pool, rule: str) -> None:
     pool(1).run(_failing, rule)
     pool(1).run(_failing, rule, offload_state=True)
+
+
+def _step_after_a_failure() -> None:
+    """Where there are other ranks, which may have taken the step, a rank on which it failed takes no other."""
+    model, optimizer = _build("muon")
+
+    def failing(*args: Any) -> None:
+        raise RuntimeError("0.weight: no such number")
+
+    optimizer._run = failing
+    with pytest.raises(RuntimeError, match=r"0\.weight: no such number"):
+        _step(model, optimizer, 0)
+    del optimizer._run
+    before = _everything(model, optimizer)
+    with pytest.raises(RuntimeError, match="other ranks may have taken it: end the job .* from a checkpoint"):
+        _step(model, optimizer, 0)
+    after = _everything(model, optimizer)
+    assert [name for name, value in after.items() if not torch.equal(value, before[name])] == []
+
+
+def test_after_an_exception_beside_other_ranks_no_step_is_taken(pool) -> None:
+    pool(2).run(_step_after_a_failure)
+
+
+def test_a_sparse_gradient_is_named_and_nothing_changes() -> None:
+    from vescale import Optimizer, Rules
+
+    model = nn.ModuleDict({"head": nn.Linear(4, 4), "embed": nn.Embedding(5, 4, sparse=True)})
+    optimizer = Optimizer(model.named_parameters(), Rules(**RULES["muon"]))
+    model["head"](model["embed"](torch.tensor([1, 3]))).sum().backward()
+    before = _everything(model, optimizer)
+    for call in (optimizer.step, lambda: optimizer.clip_grad_norm_(1.0)):
+        with pytest.raises(ValueError, match=r"embed\.weight: expected a dense gradient, got torch.sparse_coo"):
+            call()
+    after = _everything(model, optimizer)
+    assert [name for name, value in after.items() if not torch.equal(value, before[name])] == []
 
 
 def _skipping(rule: str) -> None:
