@@ -135,11 +135,11 @@ def flip(path: Path) -> None:
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
-    """What a command that is refused says; one line."""
+    """What a command that is refused says: one line, and indented ones if there are several problems."""
     with pytest.raises(SystemExit) as stopped:
         main([str(word) for word in words])
     said = capsys.readouterr().err
-    assert stopped.value.code == 2 and said.count("\n") == 1
+    assert stopped.value.code == 2 and said.count("\n") == 1 + said.count("\n  ")
     return said
 
 
@@ -188,6 +188,7 @@ def test_a_checkpoint_that_was_sealed_broken_is_one_line(
     ("change", "wrong"),
     [
         ({"surprise": 1}, "LlamaConfig takes no surprise"),
+        ({"weights": 7}, "weights: expected None or the path of a folder, got 7"),
         ({"_target_": "models.CausalLMConfig"}, "expected a model of this project"),
         ({"_target_": ["models.LlamaConfig"]}, "expected a model of this project"),
         ({"hidden_size": 16}, "of another model, lacks model.embed_tokens.weight (64, 16), "),
