@@ -6,7 +6,8 @@ import    Looks at every header of DIR and writes OUT/model/NAME.yaml, a model r
               python -m vescale.train --config-dir mine model=qwen3_30b ...
 
           Weights are read where they are needed, by each rank what it holds, when the run begins.
-export    Writes the newest whole checkpoint of a run folder as a folder that transformers opens, streamed.
+export    Writes the newest whole checkpoint of a run folder as a folder that transformers opens, streamed. What is
+          stored is first compared with the checkpoint's seal; if it differs, an older one is taken, saying so.
 
 Problems are one message on stderr, with exit code 2, and leave nothing behind.
 """
@@ -15,20 +16,21 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import hashlib
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 
-import models
 from models.decoder import CausalLMConfig
 from models.files import read_json
-from models.hf import check_weights, write
-from models.hf_config import load_config
+from models.hf import check_new, check_weights, write
+from models.hf_config import FAMILIES, load_config
 
 CHUNK_BYTES = 2**30  # of a checkpoint read at a time
 
@@ -38,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(argv)
     try:
         options.act(options)
-    except ValueError as problem:
+    except (OSError, ValueError) as problem:  # OSError: OUT is a file or lies below one, the disk is full, ...
         print(problem, file=sys.stderr)
         sys.exit(2)
 
@@ -104,14 +106,16 @@ def export_run(run: Path, out: Path, *, dtype: str = "float32", like: Path | Non
         like: A folder to take the tokenizer and the ids of special tokens from; None: that which the run began from.
 
     Raises:
-        ValueError: If there is no such run, no whole checkpoint, or it is of another model; or as ``models.hf.write``.
+        ValueError: If there is no such run, no whole checkpoint as its seal says, or it is of another model; or as
+            ``models.hf.write``.
     """
     if dtype not in ("float32", "bfloat16"):
         raise ValueError(f"--dtype: expected float32 or bfloat16, got {dtype}")
     config = _config_of(read_json(run / "config.json").get("model"), run)
+    check_new(out)  # before the checksums, which take long
     checkpoint = _newest(run / "checkpoints")
     source = like if like is not None or config.weights is None else Path(config.weights)
-    tensors = _read(checkpoint, config, getattr(torch, dtype))
+    tensors = _read(checkpoint, config, _metadata(checkpoint, config), getattr(torch, dtype))
     write(out, config, tensors, like=source if source is not None and source.exists() else None)
     print(f"{out}: {config.num_parameters():,} parameters from {checkpoint}")
 
@@ -119,41 +123,101 @@ def export_run(run: Path, out: Path, *, dtype: str = "float32", like: Path | Non
 def _config_of(fields: Any, run: Path) -> CausalLMConfig:
     """The config that a run's settings name."""
     target = fields.get("_target_", "") if isinstance(fields, dict) else ""
-    kind = getattr(models, str(target).removeprefix("models."), None)
-    if not (isinstance(kind, type) and issubclass(kind, CausalLMConfig)):
+    kind = next((f.config for f in FAMILIES.values() if f"models.{f.config.__name__}" == target), None)
+    if kind is None:
         raise ValueError(f"{run / 'config.json'}: expected a model of this project, got {target!r}")
+    unknown = fields.keys() - {"_target_", *(field.name for field in dataclasses.fields(kind))}
+    if unknown:
+        raise ValueError(f"{run / 'config.json'}: {kind.__name__} takes no {', '.join(sorted(unknown))}")
     return kind(**{key: value for key, value in fields.items() if key != "_target_"})
 
 
 def _newest(root: Path) -> Path:
-    """The newest checkpoint that has its seal, which is written last."""
-    whole = [path for path in root.glob("step_*") if path.name[5:].isdigit() and (path / "seal.json").is_file()]
-    if not whole:
+    """The newest checkpoint that is as its seal says; newer ones that are not are named on stderr."""
+    paths = [path for path in root.glob("step_*") if path.name[5:].isdigit() and (path / "seal.json").is_file()]
+    if not paths:
         raise ValueError(f"{root}: expected a whole checkpoint step_<number>, found none")
-    return max(whole, key=lambda path: int(path.name[5:]))
+    wrong: list[str] = []
+    for path in sorted(paths, key=lambda path: int(path.name[5:]), reverse=True):
+        problem = _damage(path)
+        if problem is None:
+            if wrong:
+                print(f"{'; '.join(wrong)}: took {path}, which is older", file=sys.stderr)
+            return path
+        wrong.append(f"{path} is corrupt ({problem})")
+    raise ValueError(f"{root}: no checkpoint is good: {'; '.join(wrong)}")
 
 
-def _read(checkpoint: Path, config: CausalLMConfig, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the model's tensors, a gigabyte at a time; parameters in ``dtype``, buffers as they are stored."""
+def _damage(checkpoint: Path) -> str | None:
+    """What differs from ``seal.json``, {"files": {name: [bytes, sha256]}, ...}, which the run wrote last; or None."""
+    try:
+        files = read_json(checkpoint / "seal.json").get("files")
+        if not isinstance(files, dict) or ".metadata" not in files:
+            return "seal.json lists no files of a checkpoint"
+        if not all(isinstance(seal, list) and len(seal) == 2 for seal in files.values()):
+            return "seal.json: expected bytes and sha256 of each file"
+        lost = [name for name in files if not (checkpoint / name).is_file()]
+        lost = lost or [name for name, (size, _) in files.items() if (checkpoint / name).stat().st_size != size]
+        if lost:
+            return f"missing or not of its length: {', '.join(lost)}"
+        wrong = [name for name, (_, sha256) in files.items() if _sha256(checkpoint / name) != sha256]
+        return f"checksum differs: {', '.join(wrong)}" if wrong else None
+    except (OSError, ValueError) as problem:
+        return str(problem)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _wanted(config: CausalLMConfig) -> tuple[dict[str, torch.Tensor], set[str]]:
+    """Parameters and buffers without storage, and which are buffers."""
     with torch.device("meta"):
         model = config.build()
     buffers = dict(model.named_buffers())
-    wanted = dict(model.named_parameters()) | buffers
-    metadata = dcp.FileSystemReader(checkpoint).read_metadata()
-    saved = metadata.state_dict_metadata
-    problems = [
-        f"{name} {tuple(tensor.shape)}"
-        for name, tensor in wanted.items()
-        if tuple(getattr(saved.get(f"model.{name}"), "size", ())) != tuple(tensor.shape)
-    ]
-    if problems:
-        raise ValueError(f"{checkpoint}: of another model, lacks {', '.join(problems)}")
+    return dict(model.named_parameters()) | buffers, set(buffers)
+
+
+def _metadata(checkpoint: Path, config: CausalLMConfig) -> Any:
+    """What the checkpoint says it holds, if that is the model."""
+    wanted, _ = _wanted(config)
+    with _unreadable(checkpoint):
+        metadata = dcp.FileSystemReader(checkpoint).read_metadata()
+        saved = metadata.state_dict_metadata
+        lacks = [
+            f"{name} {tuple(tensor.shape)}"
+            for name, tensor in wanted.items()
+            if tuple(getattr(saved.get(f"model.{name}"), "size", ())) != tuple(tensor.shape)
+        ]
+    if lacks:
+        more = f" and {len(lacks) - 4} more" if len(lacks) > 4 else ""
+        raise ValueError(f"{checkpoint}: of another model, lacks {', '.join(lacks[:4])}{more}")
+    return metadata
+
+
+def _read(
+    checkpoint: Path, config: CausalLMConfig, metadata: Any, dtype: torch.dtype
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the model's tensors, a gigabyte at a time; parameters in ``dtype``, buffers as they are stored."""
+    wanted, buffers = _wanted(config)
     for names in _chunks({name: 4 * tensor.numel() for name, tensor in wanted.items()}):
         tensors = {f"model.{name}": torch.empty(wanted[name].shape) for name in names}
-        _fill(tensors, checkpoint, metadata)
+        with _unreadable(checkpoint):
+            _fill(tensors, checkpoint, metadata)
         for name in names:
             tensor = tensors.pop(f"model.{name}")
             yield name, tensor if name in buffers else tensor.to(dtype)
+
+
+@contextmanager
+def _unreadable(checkpoint: Path) -> Iterator[None]:
+    """Names the checkpoint in one line; its files are pickles, which raise anything when they are none."""
+    try:
+        yield
+    except Exception as problem:
+        first = next(iter(str(problem).splitlines()), "")
+        raise ValueError(f"{checkpoint}: cannot be read, {type(problem).__name__}: {first}") from problem
 
 
 def _fill(tensors: dict[str, Any], checkpoint: Path, metadata: Any) -> None:

@@ -107,6 +107,8 @@ class CausalLMConfig:
                 yield f"{name}: expected true or false, got {getattr(self, name)!r}"
         if self.checkpoint not in ("none", "full"):
             yield f"checkpoint: expected 'none' or 'full', got {self.checkpoint!r}"
+        if not isinstance(self.weights, str | None):
+            yield f"weights: expected None or the path of a folder, got {self.weights!r}"
 
     # --- what a family says ---
 

@@ -84,10 +84,11 @@ class DeepseekV3Config(SparseConfig):
             yield f"topk_group: {self.topk_group} groups have fewer than num_experts_per_tok experts"
         if self.topk_group > self.n_group:
             yield f"topk_group: expected at most n_group = {self.n_group}, got {self.topk_group}"
-        if not 0 <= self.first_k_dense_replace <= self.num_hidden_layers:
-            yield f"first_k_dense_replace: expected 0 to {self.num_hidden_layers}, got {self.first_k_dense_replace!r}"
-        if not self.router_bias_rate >= 0:
-            yield f"router_bias_rate: expected a number >= 0, got {self.router_bias_rate!r}"
+        dense, rate = self.first_k_dense_replace, self.router_bias_rate
+        if isinstance(dense, bool) or not isinstance(dense, int) or not 0 <= dense <= self.num_hidden_layers:
+            yield f"first_k_dense_replace: expected 0 to {self.num_hidden_layers}, got {dense!r}"
+        if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not rate >= 0:
+            yield f"router_bias_rate: expected a number >= 0, got {rate!r}"
         if self.q_lora_rank is not None and not is_count(self.q_lora_rank):
             yield f"q_lora_rank: expected None or an integer >= 1, got {self.q_lora_rank!r}"
         if self.qk_rope_head_dim % 2:

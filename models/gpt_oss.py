@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from models.activations import Batch, Part
+from models.decoder import is_count
 from models.llama import GroupedQueryConfig
 from models.moe import Experts, MoE, Router, clamped_swiglu, top_k_softmax
 from models.sparse import SparseConfig
@@ -64,7 +65,7 @@ class GptOssConfig(SparseConfig, GroupedQueryConfig):
         """Yields heads that do not divide, a router that cannot choose, and a window of nothing."""
         yield from GroupedQueryConfig.mismatches(self)
         yield from self.router_mismatches(self.num_local_experts)
-        if self.sliding_window is not None and not self.sliding_window >= 1:
+        if self.sliding_window is not None and not is_count(self.sliding_window):
             yield f"sliding_window: expected None or an integer >= 1, got {self.sliding_window!r}"
 
     @property

@@ -173,8 +173,7 @@ def write(
         ValueError: As ``save``.
     """
     folder = Path(folder)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"folder: expected a new or empty folder to save to, got {folder}, which exists")
+    check_new(folder)
     other_keys = {} if like is None else read_json(Path(like) / CONFIG)
     partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
     partial.mkdir(parents=True)
@@ -191,6 +190,15 @@ def write(
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def check_new(folder: Path) -> None:
+    """Raises ValueError if ``folder`` holds anything, is a file or lies below one."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"folder: expected a new or empty folder to save to, got {folder}, which exists")
+    for parent in folder.parents:
+        if parent.exists() and not parent.is_dir():
+            raise ValueError(f"folder: expected a new or empty folder to save to, got {folder}, but {parent} is a file")
 
 
 # --- a model's tensors and their runs ---

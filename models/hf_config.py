@@ -22,6 +22,9 @@ CONFIG = "config.json"
 # Fields that config.json says nothing of.
 OURS = ("checkpoint", "loss_chunk_size", "weights", "force_balance", "router_bias_rate")
 
+# Where transformers 4 and 5 describe the rotary positions.
+_ROPE_KEYS = ("rope_scaling", "rope_parameters")
+
 
 class Family(NamedTuple):
     """What config.json says of a family beside the fields of its config."""
@@ -83,7 +86,7 @@ def load_config(folder: str | Path, **choices: Any) -> CausalLMConfig:
     path = Path(folder) / CONFIG
     raw = read_json(path)
     model_type = raw.get("model_type")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ValueError(f"{path}: model_type: expected one of {', '.join(FAMILIES)}, got {model_type!r}")
     family = FAMILIES[model_type]
     problems = list(_unlike(model_type, family, raw))
@@ -131,10 +134,13 @@ def _unlike(model_type: str, family: Family, raw: Mapping[str, Any]) -> Iterator
             yield f"{key}: expected {fixed!r}, got {raw[key]!r}"
     if raw.get("quantization_config") is not None:
         yield "quantization_config: expected weights that are not quantised"
+    for key in _ROPE_KEYS:
+        if not isinstance(raw.get(key), Mapping | None):
+            yield f"{key}: expected a JSON object, got {raw[key]!r}"
     layers = raw.get("layer_types")
     if layers is not None:
         kinds = ("sliding_attention", "full_attention") if model_type == "gpt_oss" else ("full_attention",)
-        if layers != [kinds[i % len(kinds)] for i in range(len(layers))]:
+        if not isinstance(layers, list) or layers != [kinds[i % len(kinds)] for i in range(len(layers))]:
             yield f"layer_types: expected {' and '.join(kinds)} in turn, got {layers!r}"
 
 
@@ -144,7 +150,9 @@ def _rope_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
     transformers 4 has ``rope_theta`` beside ``rope_scaling`` (older files say "type" for "rope_type"); 5 has both in
     ``rope_parameters``.
     """
-    rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    rope: Mapping[str, Any] = next(
+        (raw[key] for key in _ROPE_KEYS if raw.get(key) and isinstance(raw[key], Mapping)), {}
+    )
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     ours = ("rope_theta", "rope_type", "type")
     scaling = {key: value for key, value in rope.items() if key not in ours and value is not None}
@@ -153,7 +161,7 @@ def _rope_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
         scaling.setdefault("original_max_position_embeddings", raw.get("max_position_embeddings"))
     if scaling.get("partial_rotary_factor") == 1.0:
         del scaling["partial_rotary_factor"]
-    if not rope and "rope_scaling" not in raw and "rope_parameters" not in raw:
+    if not rope and not any(key in raw for key in _ROPE_KEYS):
         return fields
     plain = rope_type == "default" and not scaling
     return fields | {"rope_scaling": None if plain else {"rope_type": rope_type, **scaling}}

@@ -161,7 +161,7 @@ def rope_problems(scaling: object) -> Iterator[str]:
         yield f"rope_scaling: expected None or a mapping with rope_type, got {scaling!r}"
         return
     rope_type = scaling.get("rope_type")
-    if rope_type not in SCALINGS:
+    if not isinstance(rope_type, str) or rope_type not in SCALINGS:
         yield f"rope_scaling.rope_type: expected one of {', '.join(SCALINGS)}, got {rope_type!r}"
         return
     wanted, optional = SCALINGS[rope_type]

@@ -333,3 +333,24 @@ def test_a_config_json_that_is_none_is_refused_by_its_path(tmp_path: Path, conte
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(ValueError, match="config.json: expected a JSON"):
         hf.load_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("rope_scaling", [1], r"rope_scaling: expected a JSON object, got \[1\]"),
+        ("rope_parameters", 7, "rope_parameters: expected a JSON object, got 7"),
+        ("rope_scaling", {"rope_type": ["yarn"]}, r"rope_scaling.rope_type: expected one of .*, got \['yarn'\]"),
+        ("model_type", ["llama"], r"model_type: expected one of llama, .*, got \['llama'\]"),
+        ("layer_types", 5, "layer_types: expected full_attention in turn, got 5"),
+        ("first_k_dense_replace", [3], r"first_k_dense_replace: expected 0 to 61, got \[3\]"),
+        ("sliding_window", "128", "sliding_window: expected None or an integer >= 1, got '128'"),
+    ],
+)
+def test_a_value_of_another_kind_in_config_json_is_refused_by_its_key(
+    tmp_path: Path, key: str, value: Any, said: str
+) -> None:
+    model_type = {"first_k_dense_replace": "deepseek_v3", "sliding_window": "gpt_oss"}.get(key, "llama")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, key: value}))
+    with pytest.raises(ValueError, match=said):
+        hf.load_config(tmp_path)
