@@ -7,8 +7,8 @@
     steps                         s.3      s.2      s.1  s.0
 
 Gradient shards of one or two units exist at a time instead of those of the whole model, and the optimizer's time hides
-communication. What needs all gradients before any step cannot be had together with it: clipping by the global norm, and
-skipping a step that is not finite.
+communication. What needs all gradients before any step cannot be had together with it: clipping by the global norm,
+skipping a step that is not finite, and clipping logits, which scales all layers' weights.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from vescale.fsdp_module import FSDPModule
+from vescale.logit_clip import IN_BACKWARD, looks_at_logits
 from vescale.optimizer import Optimizer
 from vescale.unit import Unit, home_of
 
@@ -49,7 +50,7 @@ def step_in_backward(
 
     Raises:
         ValueError: With clipping or skipping; if the model is not sharded, has trainable parameters outside every unit
-            or that the optimizer does not have, or steps in backward already.
+            or that the optimizer does not have, has a ``LogitClip``, or steps in backward already.
     """
     if max_norm is not None or non_finite != "raise":
         raise ValueError(
@@ -63,6 +64,8 @@ def step_in_backward(
     if outside or any(unit.after_reduce is not None for unit in units):
         what = f"{outside[0]} is in no unit" if outside else "the model steps in backward already"
         raise ValueError(f"step_in_backward: {what}")
+    if looks_at_logits(model):
+        raise ValueError(IN_BACKWARD)
     params_of = {unit: [p for s in unit.segments for p in s.sharded if p.requires_grad] for unit in units}
     if isinstance(optimizer, Optimizer):
         _take_over(optimizer, params_of)

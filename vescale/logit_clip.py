@@ -21,7 +21,13 @@ import torch.distributed as dist
 from torch import nn
 
 from vescale.collectives import all_reduce
+from vescale.member import home_of
 from vescale.ragged_tensor import RaggedTensor
+
+IN_BACKWARD = (
+    "LogitClip: expected a model that is stepped after backward, got one with step_in_backward: weights would be "
+    "scaled while earlier layers' gradients still need them; call optimizer.step() after backward instead"
+)
 
 
 class Clip(Protocol):
@@ -37,6 +43,9 @@ class Clip(Protocol):
 class LogitClip:
     """Scales attention weights after every step of an optimizer, until ``remove``.
 
+    A step that is left out by ``step(skip=...)`` scales nothing. After one that is left out by not calling ``step``,
+    call ``reset``: the next step is not to be scaled by its logits.
+
     Args:
         clip: How much.
         model: With attention modules that have ``watch_logits()``, ``max_logit`` and ``logit_weights()``; sharded or
@@ -44,14 +53,29 @@ class LogitClip:
         optimizer: Whose steps to follow; a torch one.
 
     Raises:
-        ValueError: If the model has no such attention, or an attention cannot be clipped.
+        ValueError: If the model has no such attention, an attention cannot be clipped, or the model steps in backward.
     """
 
     def __init__(self, clip: Clip, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        homes = [home for param in model.parameters() if (home := home_of(param)) is not None]
+        if any(home.unit.after_reduce is not None for home in homes):
+            raise ValueError(IN_BACKWARD)
         self.clip, self.weights = clip, clipped_weights(clip, model)
         for attention, _ in self.weights:
             attention.watch_logits()
-        self.remove = optimizer.register_step_post_hook(self._after_step).remove
+        self._hook = optimizer.register_step_post_hook(self._after_step)
+
+    def remove(self) -> None:
+        """Scales nothing from now on; the attentions look at their logits no longer."""
+        self._hook.remove()
+        for attention, _ in self.weights:
+            attention.max_logit = None
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Forgets the logits seen since the last step."""
+        for attention, _ in self.weights:
+            attention.max_logit.fill_(-torch.inf)
 
     @torch.no_grad()
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -62,8 +86,8 @@ class LogitClip:
         skip = kwargs.get("skip")
         if skip is not None:
             factors = torch.where(skip > 0, 1.0, factors)
-        for (attention, weights), each in zip(self.weights, factors, strict=True):
-            attention.max_logit.fill_(-torch.inf)
+        self.reset()
+        for (_, weights), each in zip(self.weights, factors, strict=True):
             for projection, shared, pieces in weights:
                 rows = self.clip.rows(each, shared=shared, pieces=pieces)
                 for param in projection.parameters():  # the weight, and a bias where there is one
@@ -80,6 +104,11 @@ def clipped_weights(clip: Clip, model: nn.Module) -> list[tuple[Any, Sequence[An
     if not found:
         raise ValueError(f"{type(clip).__name__}: {type(model).__name__} has no attention that can watch its logits")
     return [(attention, attention.logit_weights()) for attention in found]
+
+
+def looks_at_logits(model: nn.Module) -> bool:
+    """Returns whether a ``LogitClip`` follows a model's logits."""
+    return any(getattr(module, "max_logit", None) is not None for module in model.modules())
 
 
 def scale_rows_(param: torch.Tensor, rows: torch.Tensor) -> None:

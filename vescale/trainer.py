@@ -250,12 +250,17 @@ class Trainer:
         skip = self.health.judge(self.step + 1, loss, norm)
         if not self.health.settle(self._replay):
             self.optimizer.step()
+        elif self.clipping is not None:
+            self.clipping.reset()  # the next step is not scaled by this one's logits
         return skip
 
     def _replay(self, step: int) -> str:
         """Returns which tensor of a step that was not taken is the first that is not finite."""
         self.optimizer.zero_grad()
-        return first_bad(self.model, partial(self._gradient, step - 1, max_norm=math.inf))
+        found = first_bad(self.model, partial(self._gradient, step - 1, max_norm=math.inf))
+        if self.clipping is not None:
+            self.clipping.reset()
+        return found
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
@@ -297,8 +302,7 @@ class Trainer:
         self.model.init_weights()
         self.model.set_gradient_divide_factor(1.0, recurse=True)  # the loss is divided by the tokens of all ranks
         self.optimizer = Optimizer(self.model.named_parameters(), self.rules)
-        if self.logit_clip is not None:
-            LogitClip(self.logit_clip, self.model, self.optimizer)
+        self.clipping = None if self.logit_clip is None else LogitClip(self.logit_clip, self.model, self.optimizer)
         self.peaks = [group["lr"] for group in self.optimizer.param_groups]
         self._counted = torch.zeros((), dtype=torch.int64, device=self.device)
         self.exact = deterministic.Gradient(self.model) if self.config.deterministic else None

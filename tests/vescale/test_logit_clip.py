@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 from models import DeepseekV3Config, GptOssConfig, LlamaConfig, Qwen3Config
 from optimizers import AdamW, QKClip
-from vescale import Optimizer, Rules, train
+from vescale import Optimizer, Rules, fully_shard, step_in_backward, train
 from vescale.logit_clip import LogitClip
 from vescale.tracking import read_metrics
+from vescale.trainer import Trainer
 
 SIZES: dict[str, Any] = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
 LLAMA = LlamaConfig(**SIZES, intermediate_size=32, num_key_value_heads=2)
@@ -77,6 +79,30 @@ def test_a_step_that_is_skipped_clips_nothing_and_evaluation_is_not_looked_at() 
     assert all(torch.equal(param, before[name]) for name, param in model.named_parameters())
 
 
+def _sharded_and_stepped() -> None:
+    model = LLAMA.build()
+    model.init_weights()
+    for module in (*model.units(), model):
+        fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+    optimizer = Optimizer(model.named_parameters(), Rules(all=("*", AdamW(lr=0.1))))
+    clip = LogitClip(QKClip(), model, optimizer)
+    for steps in (optimizer, torch.optim.SGD):
+        with pytest.raises(
+            ValueError, match=r"got one with step_in_backward: .*call optimizer.step\(\) after backward"
+        ):
+            step_in_backward(model, steps)
+    clip.remove()
+    step_in_backward(model, optimizer)
+    for stepped in (optimizer, torch.optim.SGD(model.parameters())):
+        with pytest.raises(ValueError, match="got one with step_in_backward"):
+            LogitClip(QKClip(), model, stepped)
+    assert all(module.max_logit is None for module in model.modules() if hasattr(module, "watch_logits"))
+
+
+def test_units_that_are_stepped_in_backward_are_refused_in_either_order(pool: Any) -> None:
+    pool(1).run(_sharded_and_stepped)
+
+
 def test_attention_whose_queries_are_normalised_is_refused() -> None:
     config = Qwen3Config(**SIZES, intermediate_size=32, num_key_value_heads=2, head_dim=8)
     with torch.device("meta"):
@@ -91,12 +117,47 @@ def _run(argv: list[str]) -> None:
     assert train.main(argv) == 0
 
 
+SHORT = (
+    *("optimizer=muonclip", "model.hidden_size=32", "model.intermediate_size=64", "model.num_hidden_layers=2"),
+    *("data.seq_len=8", "trainer.log_every=1", "trainer.eval_sequences=4", "trainer.steps=3"),
+    *("trainer.global_batch=4", "trainer.device=cpu", "tracking.mode=disabled"),
+)
+
+
+def _left_out(argv: list[str]) -> None:
+    """A run whose first loss is not finite."""
+    gradient, step = Trainer._gradient, Trainer.train_step
+
+    def watching(model: Any) -> torch.Tensor:
+        return torch.stack([m.max_logit for m in model.modules() if hasattr(m, "watch_logits")])
+
+    def lost(self: Trainer, at: int, *, max_norm: float) -> Any:
+        loss, norm, tokens = gradient(self, at, max_norm=max_norm)
+        assert bool(torch.isfinite(watching(self.model)).all())
+        return loss * (torch.nan if at == 0 else 1.0), norm, tokens
+
+    def stepped(self: Trainer) -> Any:
+        before = [param.clone() for param in self.model.parameters()]
+        found = step(self)
+        same = all(torch.equal(a, b) for a, b in zip(self.model.parameters(), before, strict=True))
+        assert same == (self.step == 0) and bool((watching(self.model) == -torch.inf).all())
+        if self.step == 2:
+            self._replay(2)
+            assert bool((watching(self.model) == -torch.inf).all())
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "_gradient", lost)
+        patch.setattr(Trainer, "train_step", stepped)
+        _run(argv)
+
+
+def test_logits_of_a_step_left_out_or_replayed_do_not_clip_the_next(pool: Any, tmp_path: Path) -> None:
+    pool(1).run(_left_out, [*SHORT, "trainer.skip_non_finite=1", f"run_dir={tmp_path / 'run'}"])
+
+
 def test_a_clipped_run_has_the_same_bits_on_one_rank_and_on_two(pool: Any, tmp_path: Path) -> None:
-    argv = [
-        *("optimizer=muonclip", "model.hidden_size=32", "model.intermediate_size=64", "model.num_hidden_layers=2"),
-        *("data.seq_len=8", "trainer.log_every=1", "trainer.eval_sequences=4", "trainer.steps=3"),
-        *("trainer.global_batch=4", "trainer.device=cpu", "tracking.mode=disabled", "trainer.deterministic=true"),
-    ]
+    argv = [*SHORT, "trainer.deterministic=true"]
     runs = {}
     for name, world, threshold in (("one", 1, 0.01), ("two", 2, 0.01), ("free", 1, 100.0)):
         pool(world).run(_run, [*argv, f"optimizer.qk_clip.threshold={threshold}", f"run_dir={tmp_path / name}"])
