@@ -42,17 +42,17 @@ def alone(folder: Path) -> Iterator[None]:
             file.close()
 
 
-def _hold(folder: Path) -> IO[str]:
+def _hold(folder: Path) -> IO[bytes]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / LOCK).open("a+")
+        file = (folder / LOCK).open("ab+", buffering=0)  # a full disk is told at once, not at the end
     except OSError as problem:
         raise Stopped(f"run_dir: {folder} cannot be written: {problem}") from None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.seek(0)
-        holder = file.read(200).strip() or "another process"
+        holder = file.read(200).decode(errors="replace").strip() or "another process"
         file.close()
         line = f"run_dir: a run is going on in {folder} ({holder}); wait for its end, or give this one its own name=..."
         raise Stopped(line, code=2) from None
@@ -63,8 +63,7 @@ def _hold(folder: Path) -> IO[str]:
         return file
     try:
         file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        file.flush()
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
     except OSError as problem:  # of a full disk
         file.close()
         raise Stopped(f"run_dir: {folder} cannot be written: {problem}") from None
