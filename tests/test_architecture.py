@@ -60,7 +60,7 @@ LEVELS = (
         "capacity",
         "peaks",
     },
-    {"saver", "record", "deterministic", "health", "journal", "job", "feed"},
+    {"saver", "record", "deterministic", "health", "journal", "job", "feed", "run_lock"},
     {"trainer", "machine", "pipeline", "live"},
     {"blueprint", "uneven"},
     {"memory", "traffic", "simulate", "advice"},

@@ -35,6 +35,8 @@ from vescale.rows import rows_of
 SEAL, RECORD = "seal.json", "record.json"
 PARTIAL = ".partial"
 GO_ON = "remove the folder to go on from an older one"
+# Types of the extra values that a trainer goes on from; others may be of any.
+EXTRA = {"step": int, "tokens": int, "data": dict, "health": dict, "tracking_id": str}
 RANDOM = "random."  # begins the names of random states, which belong to a rank
 
 T = TypeVar("T")
@@ -248,11 +250,20 @@ def write_json(path: Path, value: Any) -> None:
 def _read_seal(path: Path) -> dict[str, Any]:
     try:
         seal = json.loads((path / SEAL).read_text())
-    except (OSError, ValueError) as problem:
+    except (OSError, ValueError, RecursionError) as problem:  # the last, of brackets in brackets
         raise ValueError(f"checkpoint {path} is corrupt: {SEAL}: {problem}; {GO_ON}") from None
     if not (isinstance(seal, dict) and isinstance(seal.get("extra"), dict) and isinstance(seal.get("files"), dict)):
         raise ValueError(f"checkpoint {path} is corrupt: {SEAL} lacks its entries; {GO_ON}")
+    wrong = [f"files.{name}" for name, value in seal["files"].items() if not _is_fingerprint(value)]
+    extra = seal["extra"]
+    wrong += [f"extra.{name}" for name, kind in EXTRA.items() if name in extra and type(extra[name]) is not kind]
+    if wrong:
+        raise ValueError(f"checkpoint {path} is corrupt: {SEAL}: {', '.join(wrong)} of another type; {GO_ON}")
     return seal
+
+
+def _is_fingerprint(value: Any) -> bool:
+    return isinstance(value, list) and [type(part) for part in value] == [int, str]
 
 
 # --- ranks ---

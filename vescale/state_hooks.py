@@ -18,7 +18,7 @@ class StateHooks:
     """The hooks of one module.
 
     Args:
-        unit: Whose parameters the module holds; None in a copy of the module that no unit followed.
+        unit: Whose parameters the module holds; None in a copy of the module, until a copy of the unit takes it over.
     """
 
     def __init__(self, unit: Unit | None) -> None:
@@ -41,11 +41,11 @@ class StateHooks:
             self.unit.adopt()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StateHooks:
-        return StateHooks(memo.get(id(self.unit)))
+        return StateHooks(None)  # a deepcopy may come here long before the unit, or without it
 
 
 def watch_states(unit: Unit) -> None:
     """Registers the hooks on every module that holds a parameter of ``unit``."""
-    hooks = StateHooks(unit)
+    hooks = unit.hooks = StateHooks(unit)
     for module in dict.fromkeys(module for module, _ in unit.homes()):
         hooks.register(module)

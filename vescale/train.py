@@ -53,6 +53,7 @@ SPREADING: tuple[str, ...] = (
     "trainer.steps",
     "trainer.micro_batch",
     "parallelism.dp_shard",
+    "parallelism.ep",
     "parallelism.zero",
     "parallelism.reshard_after_forward",
     "parallelism.max_padding",

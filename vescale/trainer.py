@@ -38,6 +38,7 @@ from vescale.optimizer import Optimizer
 from vescale.peaks import known_peak
 from vescale.planner import SegmentPlan
 from vescale.profile import Profile
+from vescale.run_lock import alone
 from vescale.saver import Saver
 from vescale.stop import REQUEUE, Stopped, StopSignals
 from vescale.watchdog import Watchdog, record_collectives
@@ -165,10 +166,16 @@ class Trainer:
 
         Raises:
             Stopped: On every rank, if the run ends before its last step: a loss that is not finite, a signal, a disk
-                that the last checkpoint does not fit on. Its message is one line.
+                that the last checkpoint does not fit on; or if another run is in its folder. Its message is one line.
         """
         record_collectives()
-        with self._tracked(), process_group(self.device), StopSignals() as self.signals, Garbage() as self.garbage:
+        with (
+            self._tracked(),
+            process_group(self.device),
+            alone(self.run_dir),
+            StopSignals() as self.signals,
+            Garbage() as self.garbage,
+        ):
             self._start()
             self._resume()
             with self._watched() as beat, self._progress() as advance, self._written():
@@ -371,7 +378,6 @@ class Trainer:
 
     def _open(self, path: Path | None, extra: dict[str, Any]) -> None:
         """Opens the metrics after what the checkpoint at ``path`` knows of, and says what begins."""
-        self.run_dir.mkdir(parents=True, exist_ok=True)
         checkpoint.write_json(self.run_dir / "config.json", self.settings)
         drawn = record.drawing(self.model)
         checkpoint.write_json(self.run_dir / "plan.json", drawn)
@@ -404,8 +410,7 @@ class Trainer:
         self._settle()
         self._wait_for_save(goes_on=True)
         saved = self._kept == self.step
-        losses = self.evaluate() if saved else self._validate()
-        loss = losses["validation_loss"]
+        loss = (self.evaluate() if saved else self._validate())["validation_loss"]
         if not saved:
             self._require_finite(loss)
             self._save()
@@ -465,8 +470,7 @@ class Trainer:
             if self._kept != self.step:
                 self._save()
                 self._wait_for_save(goes_on=False)
-            name = signal.Signals(number).name
-            line = f"{name} after step {self.step}: saved; the same command goes on from there"
+            line = f"{signal.Signals(number).name} after step {self.step}: saved; the same command goes on from there"
             raise Stopped(line, code=REQUEUE)
 
     # --- looking ---

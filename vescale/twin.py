@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from vescale.counting import Counters
-from vescale.member import HOME, Home, Segment, own_attributes
+from vescale.member import HOME, Home, Segment, own_attributes, put
 from vescale.unit import Unit
 
 
@@ -26,7 +26,8 @@ def copied(unit: Unit, memo: dict[int, Any]) -> Unit:
     """
     unit.reshard()
     twin = memo[id(unit)] = copy.copy(unit)
-    twin.controls = copy.deepcopy(unit.controls, memo)
+    twin.controls, twin.hooks = copy.deepcopy(unit.controls, memo), copy.deepcopy(unit.hooks, memo)
+    twin.hooks.unit = twin
     twin._gathers, twin._reduces, twin.counters, twin.after_reduce = [], [], Counters(), None
     twin.segments = [_copied_segment(twin, segment, memo) for segment in unit.segments]
     return twin
@@ -44,7 +45,12 @@ def _copied_segment(twin: Unit, old: Segment, memo: dict[int, Any]) -> Segment:
 
 
 def move_in(unit: Unit, memo: dict[int, Any]) -> None:
-    """Points a copied unit at the copied modules."""
+    """Points a copied unit at the copied modules, and has them hold its parameters.
+
+    A module that the deepcopy met before the unit holds copies that lie in no unit.
+    """
     for segment in unit.segments:
         for member in segment.members:
             member.homes = [(memo[id(module)], attribute) for module, attribute in member.homes]
+            for module, attribute in member.homes:
+                put(module, attribute, member.param)

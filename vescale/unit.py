@@ -105,6 +105,7 @@ class Unit:
     name: str  # of the modules, as far as its parameters' names agree; labels the profiler's ranges
     after_reduce: Callable[[Unit], None] | None  # called when fresh gradients lie in the shards; may step and free them
     driver: Any  # the ShardState of the call; told when backward writes the first gradient that no reduce has taken
+    hooks: Any  # the StateHooks of the modules that hold the parameters
     has_fresh_grads: bool  # gradients were added that ``after_reduce`` has not seen
 
     def __init__(

@@ -88,6 +88,27 @@ def test_damage_is_one_line_on_every_rank_and_changes_nothing(pool, tmp_path: Pa
     pool(2).run(_load_fails, str(tmp_path / "c"), "corrupt: seal.json")
 
 
+@pytest.mark.parametrize(
+    ("seal", "line"),
+    [
+        ({"extra": {}, "files": {"a": 5, "b": [1, 2], "c": [1]}}, "files.a, files.b, files.c of another type"),
+        ({"extra": {"step": "x", "tokens": 1.0, "data": 3, "health": []}, "files": {}}, "extra.step, extra.tokens, ex"),
+        ({"extra": {"step": True}, "files": {}}, "extra.step of another type"),
+        ([], "lacks its entries"),
+    ],
+)
+def test_a_seal_of_other_types_is_passed_over_for_the_one_before(tmp_path: Path, seal: object, line: str) -> None:
+    from vescale import checkpoint
+
+    for step, value in ((1, {"extra": {"step": 1}, "files": {}}), (2, seal)):
+        (tmp_path / f"step_{step:08}").mkdir()
+        (tmp_path / f"step_{step:08}" / "seal.json").write_text(json.dumps(value))
+    for check in (checkpoint.read_extra, checkpoint.verify):
+        path, extra, wrong = checkpoint.newest_good(tmp_path, checkpoint.whole(tmp_path), check)
+        assert path is not None and path.name == "step_00000001" and extra == {"step": 1}
+        assert len(wrong) == 1 and "step_00000002 is corrupt: seal.json" in wrong[0] and line in wrong[0]
+
+
 def test_what_has_no_seal_is_never_loaded_and_a_partial_one_is_removed(pool, tmp_path: Path) -> None:
     from vescale import checkpoint
 

@@ -366,6 +366,12 @@ def test_an_option_that_cannot_be_is_refused(options: dict[str, object], said: s
     assert said in str(caught.value)
 
 
+def test_a_short_validation_set_is_named_by_its_own_file(tmp_path: Path) -> None:
+    (tmp_path / "ff.txt").write_bytes(b"\f\f\f")
+    with pytest.raises(ValueError, match=r"^data: \S+/ff.txt: expected at least 17 tokens for seq_len=16 .*, got 0$"):
+        TextData(seq_len=16, validation={"x": str(tmp_path / "ff.txt")}).open()
+
+
 def test_everything_wrong_is_said_in_one_line(tmp_path: Path) -> None:
     path = tmp_path / "odd.bin"
     path.write_bytes(b"12345")

@@ -312,6 +312,7 @@ def _states() -> None:
                 for target in targets:
                     target.load_state_dict(new, assign=assign)
                 torch.testing.assert_close(*(net(_x(1)) for net in nets))
+    _copied_by_a_wrapper(nets[0])
     alone = copy.deepcopy(nets[0][2])  # a plain layer: what it holds lies in no unit any more
     alone.load_state_dict(alone.state_dict())
     for net in nets:  # in the middle of an iteration
@@ -322,6 +323,29 @@ def _states() -> None:
     nets[0].set_reshard_after_backward(True)
     _backward(nets, _x(2))
     _same_grads(*nets)
+
+
+def _copied_by_a_wrapper(net: nn.Module) -> None:
+    """A deepcopy meets a layer before the model that shards it: the copies belong together as the originals do."""
+    wrapped = Wrapper(net)
+    del wrapped.inner
+    wrapped.first, wrapped.inner = net[2], net
+    twin = copy.deepcopy(wrapped)
+    held = net[2].weight.full_tensor().clone()
+    for other in (twin, copy.deepcopy(twin)):
+        assert other.first is other.inner[2]
+        with torch.no_grad():
+            other.first.weight.fill_(2.0)  # before the first gather
+        for value, assign in ((1.0, False), (3.0, True)):
+            other.inner.unshard()
+            other.inner(_x())
+            assert hasattr(other.first.state_dict()["weight"], "full_tensor")
+            other.inner.unshard()
+            new = {name: torch.full(p.shape, value) for name, p in other.first.named_parameters()}
+            other.first.load_state_dict(new, assign=assign)
+            other.inner.reshard()
+            assert bool((other.inner[2].weight.full_tensor() == value).all())
+    assert torch.equal(net[2].weight.full_tensor(), held)
 
 
 def _moved() -> None:

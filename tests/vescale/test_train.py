@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import re
@@ -195,6 +197,7 @@ def test_a_folder_keeps_to_one_configuration() -> None:
     train.check_same_run(
         train.compose(["name=a", "trainer.log_every=3", "tracking.mode=disabled", "parallelism.zero=2"])
     )
+    train.check_same_run(train.compose(["name=a", "parallelism.ep=2"]))  # a checkpoint holds every expert
     with pytest.raises(ValueError, match="lr was 0.01, now 0.5; trainer.seed was 0, now 9; give this run its own name"):
         train.check_same_run(train.compose(["name=a", "optimizer.matrices.rule.lr=0.5", "trainer.seed=9"]))
     with pytest.raises(ValueError, match="trainer.schedule.total_steps was 250, now 500"):  # it moves every later lr
@@ -460,9 +463,31 @@ def test_a_run_that_is_stopped_says_so_and_can_go_on(
     assert capsys.readouterr().err == "vescale.train: stopped; the same command goes on from the newest checkpoint\n"
     assert ends == [1] and not dist.is_initialized()
     monkeypatch.setattr(Trainer, "train_step", step)
+    _refused_beside_another(tmp_path / "run", argv, capsys)
+    monkeypatch.setattr(fcntl, "flock", _no_locks)
     assert train.main(argv) == 0
     assert ends == [1, 0] and not dist.is_initialized()
     assert [row["step"] for row in _rows(tmp_path / "run") if "loss" in row] == [1, 2, 3, 4]
+
+
+def _refused_beside_another(folder: Path, argv: list[str], capsys: Any) -> None:
+    left = folder / "checkpoints" / "step_00000004.partial"
+    left.mkdir()  # what the other is writing
+    files = {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")}
+    capsys.readouterr()
+    with (folder / "lock").open() as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        assert train.main([*argv, "dry_run=true"]) == 0
+        assert capsys.readouterr().err == ""
+        assert train.main(argv) == 2
+    said = rf"vescale.train: run_dir: a run is going on in run [(]process {os.getpid()} on \S+[)]; wait .*name=...\n"
+    printed = capsys.readouterr()
+    assert printed.out == "" and re.fullmatch(said, printed.err), printed
+    assert files == {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")}
+
+
+def _no_locks(*_: Any) -> None:
+    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
 
 def test_the_tracker_is_told_the_configuration_the_record_and_the_plan(

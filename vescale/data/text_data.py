@@ -149,7 +149,7 @@ class TextData:
         ]
         if not binary or not paths or not all(path.is_file() and path.suffix == ".bin" for path in paths):
             raise_all(problems)
-            return self._open_text(paths[0], cut=cut)
+            return self._open_text(name, paths[0], cut=cut)
         told = _manifest(paths[0]) if len(paths) == 1 else {}
         if told.get("dtype") and self.dtype not in (None, told["dtype"]):
             problems.append(f"dtype: expected {told['dtype']} ({paths[0].with_suffix('.json')}), got {self.dtype}")
@@ -174,11 +174,12 @@ class TextData:
             ]
         return problems
 
-    def _open_text(self, path: Path, *, cut: bool) -> Dataset:
+    def _open_text(self, name: str, path: Path, *, cut: bool) -> Dataset:
         text = _shipped() if path == SHIPPED_FILE else path.read_bytes()
         tokenizer = ByteTokenizer()
         tokens = tokenizer.documents(text)
         return self._cut(
+            name,
             tokens,
             cut=cut,
             edges=np.append(np.flatnonzero(tokens == tokenizer.bos), len(tokens)),
@@ -202,6 +203,7 @@ class TextData:
                     f"data: {name}: expected ids below vocab_size={vocab_size}, got {largest} ({kinds[0]})"
                 )
         return self._cut(
+            name,
             tokens,
             cut=cut,
             edges=_join_edges(files),
@@ -214,6 +216,7 @@ class TextData:
 
     def _cut(
         self,
+        name: str,
         tokens: Any,
         *,
         cut: bool,
@@ -236,9 +239,9 @@ class TextData:
         if not fits(len(tokens)):
             needed = bisect.bisect_left(range(2**62), True, key=fits)  # where a length fits, every longer one does
             wish = f"at least {needed} tokens for seq_len={self.seq_len} and val_fraction={fraction}"
-            raise ValueError(f"data: {self.path}: expected {wish}, got {len(tokens)}")
+            raise ValueError(f"data: {name}: expected {wish}, got {len(tokens)}")
         if self.documents_apart and edges is None:
-            raise ValueError(f"data: documents_apart: {self.path} has no .docs or .idx that says where documents begin")
+            raise ValueError(f"data: documents_apart: {name} has no .docs or .idx that says where documents begin")
         options: dict[str, Any] = dict(seq_len=self.seq_len, seed=self.seed, ignored=ignored, vocab_size=vocab_size)
         parts = []
         for start, stop in ((0, here), (here, len(tokens))):
