@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from vescale import capacity, checkpoint, deterministic, record
 from vescale.collectives import same_on_every_rank
-from vescale.commit import preview
 from vescale.data import Batch, Prefetch, Samples, num_labels
 from vescale.feed import Feed
 from vescale.fsdp import fully_shard
@@ -36,7 +35,6 @@ from vescale.logit_clip import LogitClip, clipped_weights
 from vescale.mesh import make_expert_mesh, make_mesh, pick_device, process_group, rank_of_job
 from vescale.optimizer import Optimizer
 from vescale.peaks import known_peak
-from vescale.planner import SegmentPlan
 from vescale.profile import Profile
 from vescale.run_lock import alone
 from vescale.saver import Saver
@@ -585,18 +583,6 @@ class Trainer:
         total = torch.as_tensor(value, device=self.device).clone()
         dist.all_reduce(total)
         return total
-
-    def preview(self, world: int) -> list[tuple[str, tuple[SegmentPlan, ...]]]:
-        """Returns the plan of every unit that ``shard`` declared on ``world`` ranks; no process, no memory for weights.
-
-        Raises:
-            ValueError: If the ranks do not fit the parallelism.
-            NotImplementedError: With experts that are dealt over ranks.
-        """
-        self.parallelism.check(world)
-        if self.parallelism.ep > 1:
-            raise NotImplementedError("a plan with parallelism.ep > 1: dealt experts are planned on their ranks only")
-        return preview(self.model, self.parallelism.shard_ranks(world))
 
 
 def _occupied(folder: Path) -> bool:
