@@ -69,15 +69,8 @@ def _signed(x: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BF16AdamW(AdamW):
-    """AdamW of bfloat16 parameters: 10 bytes an element with its moments instead of 12; float32 inside.
-
-    Args:
-        seed: Of the rounding, an integer >= 0.
-
-    Raises:
-        ValueError: If a field is out of range.
-    """
+class _Rounded:
+    """What rules of bfloat16 parameters share; before the float32 rule among the bases."""
 
     seed: int = 0
 
@@ -86,8 +79,24 @@ class BF16AdamW(AdamW):
     finest: ClassVar[int] = 32  # above 1: a run is of one parameter, and its elements count from the first
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        super().__post_init__()  # type: ignore[misc]
         check(self, seed=(is_count(self.seed, 0), "an integer >= 0"))
+
+    def _round_(self, param: Tensor, wide: Tensor, state: Mapping[str, Tensor]) -> None:
+        place = {"stream": int(state["stream"]), "first": int(state["first"])}
+        stochastic_round_(param, wide, seed=self.seed, step=state["step"], **place)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BF16AdamW(_Rounded, AdamW):
+    """AdamW of bfloat16 parameters: 10 bytes an element with its moments instead of 12; float32 inside.
+
+    Args:
+        seed: Of the rounding, an integer >= 0.
+
+    Raises:
+        ValueError: If a field is out of range.
+    """
 
     def prepare(
         self, param: Tensor, grad: Tensor, state: Mapping[str, Tensor], *, skip: Tensor | None
@@ -103,7 +112,7 @@ class BF16AdamW(AdamW):
         """
         wide = param.float()
         super().prepare(wide, grad.float(), state, skip=skip)
-        _round_(self.seed, param, wide, state)
+        self._round_(param, wide, state)
         return ()
 
     def prepare_runs(
@@ -115,7 +124,7 @@ class BF16AdamW(AdamW):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BF16Muon(Muon):
+class BF16Muon(_Rounded, Muon):
     """Muon of bfloat16 parameters; momentum and sums in float32.
 
     Args:
@@ -124,16 +133,6 @@ class BF16Muon(Muon):
     Raises:
         ValueError: If a field is out of range.
     """
-
-    seed: int = 0
-
-    param_dtype: ClassVar[torch.dtype] = torch.bfloat16
-    places: ClassVar[bool] = True
-    finest: ClassVar[int] = 32
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check(self, seed=(is_count(self.seed, 0), "an integer >= 0"))
 
     def prepare(
         self, param: Tensor, grad: Tensor, state: Mapping[str, Tensor], *, skip: Tensor | None
@@ -145,9 +144,4 @@ class BF16Muon(Muon):
         """As ``Muon.apply``, of a bfloat16 ``param``; ``state`` has ``stream`` and ``first``."""
         wide = param.float()
         super().apply(wide, direction, state, skip=skip)
-        _round_(self.seed, param, wide, state)
-
-
-def _round_(seed: int, param: Tensor, wide: Tensor, state: Mapping[str, Tensor]) -> None:
-    place = {"stream": int(state["stream"]), "first": int(state["first"])}
-    stochastic_round_(param, wide, seed=seed, step=state["step"], **place)
+        self._round_(param, wide, state)
