@@ -48,7 +48,7 @@ def _sgd(params: Any) -> torch.optim.Optimizer:
 def _above(depth: int, in_backward: bool, sizes: tuple[int, ...]) -> int:
     """Peak of live bytes above masters and, where the step comes after backward, gradients.
 
-    The least of three steps: gloo's threads may let go of a tensor late, and then one more is alive than need be.
+    The least of twelve steps: gloo's threads may let go of a tensor late, and then one more is alive than need be.
     """
     from vescale import step_in_backward
 
@@ -57,7 +57,7 @@ def _above(depth: int, in_backward: bool, sizes: tuple[int, ...]) -> int:
     if in_backward:
         step_in_backward(model, _sgd)
     peaks = []
-    for _ in range(4):  # the first records the order
+    for _ in range(13):  # the first records the order
         model.zero_grad()
         with LiveBytes() as live:
             model(torch.ones(1, WIDTH)).sum().backward()
