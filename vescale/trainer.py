@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,18 +21,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from vescale import capacity, checkpoint, deterministic, record
+from vescale import capacity, checkpoint, deterministic, preflight, record
+from vescale.backward_step import step_in_backward
 from vescale.collectives import same_on_every_rank
-from vescale.data import Batch, Prefetch, Samples, num_labels
+from vescale.data import Batch, Prefetch, num_labels
+from vescale.evaluation import Evaluation, sum_over_ranks, to_device
 from vescale.feed import Feed
 from vescale.fsdp import fully_shard
 from vescale.garbage import Garbage
+from vescale.grad_norm import NormInParts
 from vescale.health import Health, first_bad
 from vescale.job import RunConfig, TrainerConfig
 from vescale.journal import Journal
 from vescale.logit_clip import LogitClip, clipped_weights
 from vescale.mesh import make_expert_mesh, make_mesh, pick_device, process_group, rank_of_job
-from vescale.optimizer import Optimizer
+from vescale.optimizer import Optimizer, check_sharing
 from vescale.peaks import known_peak
 from vescale.profile import Profile
 from vescale.run_lock import alone
@@ -62,6 +64,7 @@ class Trainer:
     micro_batches: int  # a rank's share of a step ...
     micro_size: int  # ... in sequences each
     optimizer: Optimizer
+    norm_in_backward: NormInParts | None  # of gradients that are stepped before backward ends; None: after it
     peaks: list[float]  # learning rate of each group as its rule states it; the groups hold scaled ones
     step: int  # optimizer steps completed
     journal: Journal | None  # on rank 0
@@ -70,7 +73,7 @@ class Trainer:
 
     def __init__(self, run: RunConfig, *, settings: dict[str, Any]) -> None:
         self.config, self.parallelism, self.tracking, self.rules = run.trainer, run.parallelism, run.tracking, run.rules
-        self.logit_clip = run.logit_clip
+        self.logit_clip, self.engine = run.logit_clip, run.engine
         self.model_config, self.data_config, self.run_dir, self.settings = run.model, run.data, run.run_dir, settings
         self.step, self.journal, self.loads, self.lead = 0, None, {}, rank_of_job() == 0
         with torch.device("meta"):
@@ -101,27 +104,20 @@ class Trainer:
         """
         self.check_ranks(world)
         self.device = pick_device(self.config.device)
-        self.needed = capacity.check(self.model.named_parameters(), self.rules, ranks=world, device=self.device)
-        self._check_folder()
+        held = {
+            "gradients": not self.config.step_in_backward,
+            "state": self.device.type == "cpu" or not self.engine["offload_state"],
+        }
+        named = self.model.named_parameters()
+        self.needed = capacity.check(named, self.rules, ranks=world, device=self.device, **held)
+        preflight.check_folder(self.run_dir)
         if self.config.memory_snapshot is not None and self.device.type != "cuda":
             raise ValueError(f"trainer.memory_snapshot: expected null on a {self.device.type}: CUDA alone records it")
         self.data = self.data_config.open()
-        self._check_data()
-        extra, path = self._extra_of_newest()
-        if path is not None:
-            missing = sorted({"step", "tokens", "data"} - extra.keys())
-            if missing:
-                raise ValueError(f"checkpoint {path} was not written by a trainer: it lacks {', '.join(missing)}")
-            self.data.check(extra["data"])
-        target = self.config.export
-        if target is not None and _occupied(Path(target)) and extra.get("step", 0) < self.config.steps:
-            raise ValueError(f"trainer.export: expected a new or empty folder, got {target}, which exists")
-
-    def _extra_of_newest(self) -> tuple[dict[str, Any], Path | None]:
-        """What the newest checkpoint says that has all its files; checksums are compared when the ranks are there."""
-        paths = checkpoint.whole(self.checkpoints)
-        path, extra, _ = checkpoint.newest_good(self.checkpoints, paths, checkpoint.read_extra)
-        return extra or {}, path
+        preflight.check_data(self.data, vocab_size=self.model_config.vocab_size)
+        begun = preflight.check_checkpoints(self.checkpoints, self.data)
+        if self.config.export is not None and begun < self.config.steps:
+            preflight.check_export(Path(self.config.export))
 
     def check_ranks(self, world: int) -> None:
         """Raises for a number of ranks that cannot share the batch or the model.
@@ -138,21 +134,10 @@ class Trainer:
             )
             self.micro_batches, self.micro_size = batch // world, 1
         self.parallelism.check(world)
-
-    def _check_folder(self) -> None:
-        folder = self.run_dir.absolute()
-        there = next(path for path in (folder, *folder.parents) if path.exists())
-        if not (there.is_dir() and os.access(there, os.W_OK)):
-            raise ValueError(f"run_dir: {self.run_dir} cannot be made: {there} is no folder that can be written")
-
-    def _check_data(self) -> None:
-        problems, model = [], self.model_config
-        if self.data.vocab_size is not None and self.data.vocab_size > model.vocab_size:
-            problems.append(f"model.vocab_size={model.vocab_size}, but the data have {self.data.vocab_size} ids")
-        if not self.data.validations:
-            problems.append("data.val_fraction=0 leaves nothing to validate on")
-        if problems:
-            raise ValueError("; ".join(problems))
+        if self.engine["share_replicas"]:
+            copies = world // self.parallelism.shard_ranks(world) if self.parallelism.zero else world
+            routes = [(group, route.rule) for group, of in self.routing.routes.items() for route in of]
+            check_sharing([(group, rule, copies) for group, rule in routes if hasattr(rule, "block")])
 
     # --- the run ---
 
@@ -211,20 +196,27 @@ class Trainer:
         return loss, norm
 
     def _gradient(self, step: int, *, max_norm: float) -> tuple[Tensor, Tensor, Tensor]:
-        """Leaves the clipped gradient of a step's samples in the parameters; returns loss, norm and tokens."""
-        batches = [self._to_device(batch) for batch in self.batches.take(step)]
-        tokens = self._sum(sum(num_labels(labels) for _, labels in batches))
+        """Leaves the clipped gradient of a step's samples in the parameters; returns loss, norm and tokens.
+
+        With ``step_in_backward`` the parameters are stepped instead.
+        """
+        batches = [to_device(batch, self.device) for batch in self.batches.take(step)]
+        tokens = sum_over_ranks(sum(num_labels(labels) for _, labels in batches), self.device)
         if self.exact is not None:
             return *self._gradient_in_order(self.exact, batches, tokens, max_norm=max_norm), tokens
         total = torch.zeros((), device=self.device)
         for left, (input_ids, labels) in zip(reversed(range(len(batches))), batches, strict=True):
-            # From stage 2 on gradients leave each rank after every micro-batch: no whole ones are kept.
-            self.model.set_requires_gradient_sync(left == 0 or self.parallelism.zero >= 2)
+            # From stage 2 on gradients leave each rank after every micro-batch: no whole ones are kept, unless each
+            # time they leave is a step.
+            apart = self.parallelism.zero >= 2 and self.norm_in_backward is None
+            self.model.set_requires_gradient_sync(left == 0 or apart)
             loss = self.model(input_ids, labels) / tokens
             loss.backward()
             total += loss.detach()
+        if self.norm_in_backward is not None:
+            return sum_over_ranks(total, self.device), self.norm_in_backward.take(), tokens
         norm = self.optimizer.clip_grad_norm_(max_norm, policy=self.config.clip_policy)
-        return self._sum(total), norm, tokens
+        return sum_over_ranks(total, self.device), norm, tokens
 
     def _gradient_in_order(
         self, exact: deterministic.Gradient, batches: Sequence[Batch], tokens: Tensor, *, max_norm: float
@@ -250,17 +242,20 @@ class Trainer:
         if self.device.type != "cpu":
             self.health.settle(self._replay)
             skip = self.health.judge(self.step + 1, loss, norm)
-            self.optimizer.step(skip=skip)
+            if self.norm_in_backward is None:
+                self.optimizer.step(skip=skip)
             return skip
         skip = self.health.judge(self.step + 1, loss, norm)
         if not self.health.settle(self._replay):
-            self.optimizer.step()
+            self.optimizer.step()  # finds nothing left to do where units were stepped in backward
         elif self.clipping is not None:
             self.clipping.reset()  # the next step is not scaled by this one's logits
         return skip
 
     def _replay(self, step: int) -> str:
         """Returns which tensor of a step that was not taken is the first that is not finite."""
+        if self.norm_in_backward is not None:
+            return "weights were stepped in backward: only trainer.step_in_backward=false can name the first bad tensor"
         self.optimizer.zero_grad()
         found = first_bad(self.model, partial(self._gradient, step - 1, max_norm=math.inf))
         if self.clipping is not None:
@@ -273,25 +268,7 @@ class Trainer:
 
         The same sequences for any number of ranks.
         """
-        found, mean, shares = {}, 0.0, 0.0
-        for name, (samples, share) in self.data.validations.items():
-            loss = self._evaluate(samples)
-            mean, shares = mean + share * loss, shares + share
-            if name:
-                found[f"validation_loss/{name}"] = loss
-        return {"validation_loss": mean / shares, **found}
-
-    def _evaluate(self, samples: Samples) -> float:
-        losses, counts = [], []
-        for input_ids, labels in map(self._to_device, self.feed.validation(samples, self.config.eval_sequences)):
-            losses.append(self.model(input_ids, labels))
-            counts.append(num_labels(labels))
-        tokens = int(self._sum(torch.stack(counts).sum()))
-        if self.exact is not None:
-            world = dist.get_world_size()
-            places = range(dist.get_rank(), len(losses) * world, world)
-            return float(deterministic.in_order(losses, places, count=len(losses) * world)) / tokens
-        return float(self._sum(torch.stack(losses).double().sum())) / tokens
+        return self.evaluation.losses(self.data.validations)
 
     # --- beginning and end ---
 
@@ -306,7 +283,10 @@ class Trainer:
         torch.manual_seed(self.config.seed)
         self.model.init_weights()
         self.model.set_gradient_divide_factor(1.0, recurse=True)  # the loss is divided by the tokens of all ranks
-        self.optimizer = Optimizer(self.model.named_parameters(), self.rules)
+        self.optimizer = Optimizer(self.model.named_parameters(), self.rules, **self.engine)
+        self.norm_in_backward = NormInParts() if self.config.step_in_backward else None
+        if self.norm_in_backward is not None:
+            step_in_backward(self.model, self.optimizer, norm=self.norm_in_backward)
         self.clipping = None if self.logit_clip is None else LogitClip(self.logit_clip, self.model, self.optimizer)
         self.peaks = [group["lr"] for group in self.optimizer.param_groups]
         self._counted = torch.zeros((), dtype=torch.int64, device=self.device)
@@ -315,6 +295,8 @@ class Trainer:
         share: dict[str, int] = {"micro_batches": self.micro_batches, "micro_size": self.micro_size}
         self.feed = Feed(self.data.train, global_batch=config.global_batch, interleaved=config.deterministic, **share)
         self.batches = Prefetch(self.feed.step, last=config.steps)
+        looks: dict[str, Any] = {"sequences": config.eval_sequences, "in_order": config.deterministic}
+        self.evaluation = Evaluation(self.model, self.feed, device=self.device, **looks)
         self.health = Health(skips=config.skip_non_finite, spike=config.spike, device=self.device)
         self.saver = Saver(self.checkpoints, keep=config.keep, keep_every=config.keep_every)
         options: dict[str, Any] = {"steps": config.profile, "memory_step": config.memory_snapshot, "say": self._say}
@@ -420,7 +402,7 @@ class Trainer:
 
     def _export(self, folder: Path) -> None:
         """Writes the weights as safetensors, once: a run that is complete already has them there."""
-        if not _occupied(folder):
+        if not preflight.occupied(folder):
             self.model.export(folder)
             self._say(f"exported: {folder}")
 
@@ -575,15 +557,3 @@ class Trainer:
         scale = self.config.schedule.scale(self.step)
         for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
             group["lr"] = peak * scale
-
-    def _to_device(self, batch: Batch) -> Batch:
-        return Batch(*(tensor.to(self.device, non_blocking=True) for tensor in batch))
-
-    def _sum(self, value: Any) -> Tensor:
-        total = torch.as_tensor(value, device=self.device).clone()
-        dist.all_reduce(total)
-        return total
-
-
-def _occupied(folder: Path) -> bool:
-    return folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
