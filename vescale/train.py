@@ -52,6 +52,9 @@ WATCHING: tuple[str, ...] = (
 SPREADING: tuple[str, ...] = (
     "trainer.steps",
     "trainer.micro_batch",
+    "trainer.step_in_backward",
+    "optimizer.share_replicas",
+    "optimizer.offload_state",
     "parallelism.dp_shard",
     "parallelism.ep",
     "parallelism.zero",
@@ -415,12 +418,16 @@ def describe(trainer: Trainer, world: int) -> str:
         ValueError: If such a run would be refused.
     """
     from vescale.blueprint import Blueprint
+    from vescale.logit_clip import watched_heads
 
     trainer.check_ranks(world)
     seq_len = trainer.data_config.seq_len
     total, flops = trainer.model_config.num_parameters(), trainer.model_config.flops_per_token(seq_len)
     size = f"{total:,} parameters, {flops:.4g} FLOPs per token at {seq_len} tokens, {world} rank{'s' * (world > 1)}"
-    return f"{trainer.routing}\n{size}\n{Blueprint(trainer, world).describe()}"
+    blueprint = Blueprint(trainer, trainer.parallelism.shard_ranks(world) if trainer.parallelism.zero else 1)
+    clip = trainer.logit_clip
+    logits = "" if clip is None else f", {4 * watched_heads(clip, trainer.model):,} of largest logits"
+    return f"{trainer.routing}\n{size}\n{blueprint.held()}{logits}\n{blueprint.describe()}"
 
 
 def _refuse(problem: Exception) -> int:
