@@ -52,7 +52,7 @@ def _killed(point: str, argv: list[str]) -> None:
         elif point == "before the end mark":
             _before(checkpoint, "write_json", lambda path, _: path.name == "seal.json" and "_00000008" in str(path))
         elif point == "before the rename":
-            _before(Path, "rename", lambda path, target: path.name == "step_00000008.partial")
+            _before(Path, "rename", lambda path, target: target.name == "step_00000008")
         elif point == "between the renames of an old one":
             _before(checkpoint.shutil, "rmtree", lambda path: "step_00000004" in str(path))
         else:
