@@ -49,7 +49,8 @@ MATRICES: dict[str, tuple[str, dict[str, Any]]] = {
     "muon": ("Muon", dict(weight_decay=0.1)),
     "soap": ("SOAP", dict(weight_decay=0.1, block_size=128)),
     "adam8bit": ("Adam8bit", dict(**REST, min_numel=2048)),
-    "shampoo": ("Shampoo", dict(weight_decay=0.1, block_size=128)),
+    # Defaults are DASH's (arXiv 2602.02016) but for the block; roots as in recipes/optimizer/shampoo.yaml at this size.
+    "shampoo": ("Shampoo", dict(weight_decay=0.1, block_size=128, root="eigen")),
     "normuon": ("NorMuon", dict(weight_decay=0.1)),
 }
 
