@@ -9,15 +9,20 @@ may still be too large.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from vescale.rule import Rules, state_bytes
+from vescale.stop import Stopped
 
 CGROUP = Path("/sys/fs/cgroup/memory.max")
+CPU_WORDS = (
+    "can't allocate memory"  # of the CPU's allocator, which raises a plain RuntimeError (c10/core/impl/alloc_cpu.cpp)
+)
 
 
 def least_bytes(
@@ -85,3 +90,25 @@ def exhausted(problem: BaseException, *, needed: int, device: torch.device) -> s
         f"out of memory ({first}); between steps the plan holds {needed / 2**30:,.1f} GiB a rank, {seen}: the rest are "
         "activations and gathered units: try trainer.micro_batch=1, model.checkpoint=full, or more ranks"
     )
+
+
+def is_shortage(problem: BaseException | None) -> bool:
+    """Returns whether memory ran out: of a GPU, of Python, or of torch on a CPU."""
+    if isinstance(problem, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(problem, RuntimeError) and CPU_WORDS in str(problem)
+
+
+@contextmanager
+def told(*, needed: int, device: torch.device) -> Iterator[None]:
+    """As a context, says in one line that memory ran out.
+
+    Raises:
+        Stopped: On the rank that ran out of memory alone.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as problem:
+        if not is_shortage(problem):
+            raise
+        raise Stopped(exhausted(problem, needed=needed, device=device)) from problem

@@ -1,4 +1,4 @@
-"""Preflight: what would stop a run after it began, looked for before: its folder, its data, its checkpoint, its export.
+"""Preflight: what would stop a run after it began, looked for before: its folder, its data, its export.
 
 Nothing is allocated or written, and no other rank is asked.
 """
@@ -8,10 +8,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from typing import Any
-
-from vescale import checkpoint
-
-WRITTEN = ("data", "step", "tokens")  # what a trainer says in each of its checkpoints
 
 
 def check_folder(run_dir: Path) -> None:
@@ -43,28 +39,6 @@ def check_data(data: Any, *, vocab_size: int) -> None:
         problems.append("data.val_fraction=0 leaves nothing to validate on")
     if problems:
         raise ValueError("; ".join(problems))
-
-
-def check_checkpoints(folder: Path, data: Any) -> int:
-    """Returns the step of the newest checkpoint that has all its files, 0 if there is none.
-
-    Checksums are compared when the ranks are there.
-
-    Args:
-        folder: Of checkpoints.
-        data: An opened data set, which must be the one that the checkpoint was trained on.
-
-    Raises:
-        ValueError: In one line, if no trainer wrote it, or it is of other data.
-    """
-    path, extra, _ = checkpoint.newest_good(folder, checkpoint.whole(folder), checkpoint.read_extra)
-    if path is None or extra is None:
-        return 0
-    missing = sorted({*WRITTEN} - extra.keys())
-    if missing:
-        raise ValueError(f"checkpoint {path} was not written by a trainer: it lacks {', '.join(missing)}")
-    data.check(extra["data"])
-    return int(extra["step"])
 
 
 def check_export(folder: Path) -> None:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from vescale import capacity, checkpoint, deterministic, preflight, record
+from vescale import capacity, checkpoint, deterministic, position, preflight, record
 from vescale.backward_step import step_in_backward
 from vescale.collectives import same_on_every_rank
 from vescale.data import Batch, Prefetch, num_labels
@@ -66,6 +66,7 @@ class Trainer:
     optimizer: Optimizer
     norm_in_backward: NormInParts | None  # of gradients that are stepped before backward ends; None: after it
     peaks: list[float]  # learning rate of each group as its rule states it; the groups hold scaled ones
+    complete: bool  # whether nothing is left to do, as far as sizes of files tell; set by ``check``
     step: int  # optimizer steps completed
     journal: Journal | None  # on rank 0
     loads: dict[str, Tensor]  # what the last step said of its experts
@@ -110,14 +111,19 @@ class Trainer:
         }
         named = self.model.named_parameters()
         self.needed = capacity.check(named, self.rules, ranks=world, device=self.device, **held)
-        preflight.check_folder(self.run_dir)
         if self.config.memory_snapshot is not None and self.device.type != "cuda":
             raise ValueError(f"trainer.memory_snapshot: expected null on a {self.device.type}: CUDA alone records it")
         self.data = self.data_config.open()
         preflight.check_data(self.data, vocab_size=self.model_config.vocab_size)
-        begun = preflight.check_checkpoints(self.checkpoints, self.data)
-        if self.config.export is not None and begun < self.config.steps:
-            preflight.check_export(Path(self.config.export))
+        at = position.newest(self.checkpoints, decides=self.lead)  # checksums are compared when the ranks are there
+        if at.path is not None:
+            self.data.check(at.extra["data"])
+        target, done = self.config.export, at.extra["step"] >= self.config.steps
+        if target is not None and not done:
+            preflight.check_export(Path(target))
+        self.complete = done and (target is None or preflight.occupied(Path(target)))
+        if not self.complete:
+            preflight.check_folder(self.run_dir)
 
     def check_ranks(self, world: int) -> None:
         """Raises for a number of ranks that cannot share the batch or the model.
@@ -152,20 +158,20 @@ class Trainer:
                 that the last checkpoint does not fit on; or if another run is in its folder. Its message is one line.
         """
         record_collectives()
-        with (
-            self._tracked(),
-            process_group(self.device),
-            alone(self.run_dir),
-            StopSignals() as self.signals,
-            Garbage() as self.garbage,
-        ):
+        with self._tracked(), process_group(self.device):
+            loss = self._loss_of_complete()
+            return self._run() if loss is None else loss
+
+    def _run(self) -> float:
+        told = capacity.told(needed=self.needed, device=self.device)
+        with told, alone(self.run_dir), StopSignals() as self.signals, Garbage() as self.garbage:
             self._start()
             self._resume()
             with self._watched() as beat, self._progress() as advance, self._written():
                 while self.step < self.config.steps:
                     asked, agreed = self._ask()
                     self.profile.begin(self.step + 1)
-                    loss, norm = self._step_or_say_why()
+                    loss, norm = self.train_step()
                     self.step += 1
                     self._look(loss, norm)
                     self.profile.end(self.step)
@@ -175,12 +181,18 @@ class Trainer:
                     self._heed(asked)
             return self._finish()
 
-    def _step_or_say_why(self) -> tuple[Tensor, Tensor]:
-        try:
-            return self.train_step()
-        except (torch.OutOfMemoryError, MemoryError) as problem:
-            line = capacity.exhausted(problem, needed=self.needed, device=self.device)
-            raise Stopped(line) from problem
+    def _loss_of_complete(self) -> float | None:
+        """Says that the run is complete, if it is, and returns its validation loss; nothing is opened or written."""
+        if not checkpoint.from_rank_0(self.complete):
+            return None
+        at = position.agreed(self.checkpoints)
+        if at.path is None or at.extra["step"] < self.config.steps:
+            return None  # the newest is damaged: the one before goes on
+        metrics = checkpoint.together(partial(record.read, at.path)).get("metrics", {})
+        loss = float(metrics.get("validation_loss", math.nan))
+        said = f"validation loss {loss:.4f} nats per token after {at.extra['step']} steps"
+        self._say(f"complete: {at.path}; {said}; train again under another name=...")
+        return loss
 
     def train_step(self) -> tuple[Tensor, Tensor]:
         """Takes one optimizer step, or leaves it out where the loss or the gradient is not finite.
@@ -275,8 +287,8 @@ class Trainer:
     def _start(self) -> None:
         """Shards the model over the ranks, and fills it with the seed's weights."""
         mesh = make_mesh(self.device, shard_ranks=self.parallelism.shard_ranks(dist.get_world_size()))
-        digest = hashlib.sha256(json.dumps(self.settings, sort_keys=True).encode()).hexdigest()
-        same_on_every_rank(digest, what="the configuration", group=dist.group.WORLD)  # type: ignore[arg-type]
+        self._require_same("the configuration", self.settings)
+        self._require_same(f"what lies at {self.data_config.path}", self.data.describe())
         self._deal_experts()
         self.shard(mesh=mesh)
         self.model.to_empty(device=self.device)
@@ -301,6 +313,13 @@ class Trainer:
         self.saver = Saver(self.checkpoints, keep=config.keep, keep_every=config.keep_every)
         options: dict[str, Any] = {"steps": config.profile, "memory_step": config.memory_snapshot, "say": self._say}
         self.profile = Profile(self.run_dir, rank=dist.get_rank(), device=self.device, **options)
+
+    def _require_same(self, what: str, value: dict[str, Any]) -> None:
+        digest = hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+        try:
+            same_on_every_rank(digest, what=what, group=dist.group.WORLD)  # type: ignore[arg-type]
+        except RuntimeError as problem:
+            raise Stopped(str(problem), code=2) from None
 
     def _deal_experts(self) -> None:
         """Deals the experts over the ep axis, and shards each part over the ranks that have the same."""
@@ -329,10 +348,9 @@ class Trainer:
 
     def _resume(self) -> None:
         """Continues the newest good checkpoint, if there is one."""
-        path, wrong = self._newest_good()
-        extra: dict[str, Any] = {"step": 0, "tokens": 0}
+        path, extra, wrong = position.agreed(self.checkpoints)
         if path is not None:
-            extra = checkpoint.load(path, model=self.model, optimizer=self.optimizer, verified=True)
+            checkpoint.load(path, model=self.model, optimizer=self.optimizer, verified=True)
             self.health.load(extra.get("health", {}))
         self.step, self._kept = extra["step"], None if path is None else extra["step"]
         self._counted += extra["tokens"]
@@ -342,19 +360,6 @@ class Trainer:
             checkpoint.together(lambda: self._open(path, extra) if self.lead else None)
         except OSError as problem:
             raise Stopped(f"run_dir: {self.run_dir} cannot be written: {problem}") from None
-
-    def _newest_good(self) -> tuple[Path | None, list[str]]:
-        """Returns the newest checkpoint whose checksums agree, and what is wrong with newer ones; each rank looks at
-        its share of the files, and rank 0 says which one it is."""
-        share = {"rank": dist.get_rank(), "world": dist.get_world_size()}
-        paths = checkpoint.from_rank_0(checkpoint.whole(self.checkpoints))
-        try:
-            path, _, wrong = checkpoint.newest_good(
-                self.checkpoints, paths, lambda path: checkpoint.together(partial(checkpoint.verify, path, **share))
-            )
-        except ValueError as problem:
-            raise Stopped(str(problem), code=2) from None
-        return path, wrong
 
     def _open(self, path: Path | None, extra: dict[str, Any]) -> None:
         """Opens the metrics after what the checkpoint at ``path`` knows of, and says what begins."""
@@ -382,8 +387,7 @@ class Trainer:
         if self.exact is not None:
             print(deterministic.costs(self.exact, global_batch=self.config.global_batch))
         if path is not None:
-            done = self.step >= self.config.steps
-            print(f"complete: {path}; train again under another name=..." if done else f"continuing {path}", flush=True)
+            print(f"continuing {path}", flush=True)
 
     def _finish(self) -> float:
         """Evaluates, saves what is not saved yet, and says where things are."""
@@ -533,7 +537,7 @@ class Trainer:
         """A run that stops early leaves the checkpoint that it was writing whole."""
         try:
             yield
-        except Stopped:
+        except (Stopped, MemoryError, torch.OutOfMemoryError):
             self.saver.join(timeout_s=60)  # seconds; alone, since not every stop is one of all ranks
             raise
 
