@@ -257,7 +257,8 @@ class _Step(NamedTuple):
         if self.stage > 1 or not self.accumulating:  # else all of them are there, from the micro-batch before
             parts["gradients in flight"] = self.dtypes.reduce * sum(unit.trained for unit in written)
         if not self.accumulating:
-            parts["gradients"] = MASTER * sum(unit.trained_shard for unit in done)
+            # Narrower ones are widened when backward ends.
+            parts["gradients"] = min(MASTER, self.dtypes.reduce) * sum(unit.trained_shard for unit in done)
         return parts
 
 
