@@ -98,7 +98,6 @@ def _every_work_late(policy: MixedPrecisionPolicy, replicas: bool, in_backward: 
     ("world", "dtype", "reduce", "replicas", "in_backward"),
     [
         (2, None, torch.float32, False, False),
-        (2, torch.bfloat16, torch.float32, False, True),
         (2, torch.bfloat16, torch.bfloat16, False, False),
         (2, torch.bfloat16, torch.bfloat16, False, True),
         (4, None, torch.float32, True, False),
