@@ -477,6 +477,9 @@ def test_a_run_that_is_stopped_says_so_and_can_go_on(
 
 
 def _refused_beside_another(folder: Path, argv: list[str], capsys: Any) -> None:
+    for thread in threading.enumerate():
+        if thread.name == "checkpoint":  # what the interrupted run was writing
+            thread.join()
     left = folder / "checkpoints" / "step_00000004.partial"
     left.mkdir()  # what the other is writing
     files = {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")}
