@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from waiting import free_port, wait_for
+from waiting import free_port
 
 from vescale import train
 from vescale.tracking import read_metrics
@@ -467,8 +467,6 @@ def test_a_run_that_is_stopped_says_so_and_can_go_on(
     assert capsys.readouterr().err == "vescale.train: stopped; the same command goes on from the newest checkpoint\n"
     assert ends == [1] and not dist.is_initialized()
     monkeypatch.setattr(Trainer, "train_step", step)
-    # A process would be gone; in this one the checkpoint of step 2 may still be being written.
-    assert wait_for(lambda: all(thread.name != "checkpoint" for thread in threading.enumerate()))
     _refused_beside_another(tmp_path / "run", argv, capsys)
     monkeypatch.setattr(fcntl, "flock", _no_locks)
     assert train.main(argv) == 0
