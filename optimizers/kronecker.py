@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from optimizers.fields import exact, weight
+
 
 def kronecker_block(owner: object, shape: tuple[int, ...], size: int) -> tuple[int, ...]:
     """Returns the block of a matrix, or of a stack of them, of which no block spans two.
@@ -38,9 +40,9 @@ def _divisor(length: int, most: int) -> int:
     return next((size for size in range(min(length, most), 1, -1) if length % size == 0), 1)
 
 
-def average(old: Tensor, new: Tensor, beta: float) -> Tensor:
-    """Returns ``beta old + (1 - beta) new``, and ``old + new`` for a beta of 1, as a new tensor."""
-    return old + new if beta == 1 else old.lerp(new, 1 - beta)
+def average(old: Tensor, new: Tensor, beta: float | Tensor) -> Tensor:
+    """Returns ``beta old + (1 - beta) new``, as a new tensor; ``beta`` is a number below 1 or a 0-d tensor."""
+    return old.lerp(new, weight(1 - exact(beta), old))
 
 
 def followed(old: Tensor, rows: Tensor, beta: float) -> Tensor:
@@ -54,14 +56,20 @@ def followed(old: Tensor, rows: Tensor, beta: float) -> Tensor:
     return torch.baddbmm(old, rows, rows.mT, beta=beta, alpha=1 if beta == 1 else 1 - beta)
 
 
-def square_average(old: Tensor, new: Tensor, beta: float) -> Tensor:
-    """Returns ``beta old + (1 - beta) new^2`` as a new tensor."""
-    return (old * beta).addcmul_(new, new, value=1 - beta)
+def square_average(old: Tensor, new: Tensor, beta: float | Tensor) -> Tensor:
+    """Returns ``beta old + (1 - beta) new^2`` as a new tensor; ``beta`` is a number below 1 or a 0-d tensor."""
+    kept = exact(beta)
+    if isinstance(kept, Tensor):
+        return (old * kept).addcmul_(new, new * (1 - kept))
+    return (old * kept).addcmul_(new, new, value=1 - kept)
 
 
-def correction(beta: float, steps: Tensor) -> Tensor:
-    """Returns what an average from zero sums to after that many steps, () float32; 1 where nothing is averaged."""
-    return torch.ones_like(steps) if beta == 1 else 1 - beta**steps
+def correction(beta: float | Tensor, steps: Tensor) -> Tensor:
+    """Returns what an average from zero sums to after that many steps, () float32; 1 for a number 1: a sum."""
+    kept = exact(beta)
+    if isinstance(kept, Tensor):
+        return (1 - kept**steps).to(steps.dtype)
+    return torch.ones_like(steps) if kept == 1 else 1 - kept**steps
 
 
 def size_of(blocks: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from optimizers.descent import descend
-from optimizers.fields import check, is_count, is_rate, within
+from optimizers.fields import are_betas, check, is_count, is_rate, within
 from optimizers.kronecker import average, correction, followed, kronecker_block, size_of, square_average
 from optimizers.matrix_root import ROOTS, inverse_root
 
@@ -33,10 +33,10 @@ class Shampoo:
 
     Args:
         lr: Learning rate, parameter units per step; a number, or a 0-d float32 tensor on the parameter's device.
-        betas: Decay of the two moments per step, each in [0, 1).
+        betas: Decay of the two moments per step, each in [0, 1); numbers or 0-d tensors.
         factor_beta: Decay of the statistics, in [0, 1]; 1 sums them up, as in the paper.
         eps: Added to the root of the second moment, in units of the gradient.
-        weight_decay: Fraction of the parameter removed per step and per unit of ``lr``.
+        weight_decay: Fraction of the parameter removed per step and per unit of ``lr``; a number or a 0-d tensor.
         block_size: Rows and columns of a block at most.
         refresh: Steps between two computations of a root.
         damping: Added to the statistics' diagonals, as a fraction of their largest eigenvalue.
@@ -51,10 +51,10 @@ class Shampoo:
     # betas, factor_beta, block_size and refresh of DASH (arXiv 2602.02016, ista-daslab-optimizers), lr and decay of
     # torch.optim.AdamW, whose steps these have.
     lr: float | Tensor = 1e-3
-    betas: Sequence[float] = (0.9, 0.95)
+    betas: Sequence[float | Tensor] = (0.9, 0.95)
     factor_beta: float = 0.95
     eps: float = 1e-8
-    weight_decay: float = 1e-2
+    weight_decay: float | Tensor = 1e-2
     block_size: int = 1024
     refresh: int = 10
     # Below 1e-6 of the largest eigenvalue lies float32's noise: the root's error is then of order one.
@@ -69,10 +69,10 @@ class Shampoo:
         check(
             self,
             lr=(is_rate(self.lr), "a number >= 0 or a 0-d tensor"),
-            betas=(len(self.betas) == 2 and all(within(beta, 0, 1) for beta in self.betas), "two numbers in [0, 1)"),
+            betas=(are_betas(self.betas), "two numbers in [0, 1) or 0-d tensors"),
             factor_beta=(within(self.factor_beta, 0, 1) or self.factor_beta == 1, "a number in [0, 1]"),
             eps=(within(self.eps, 0, math.inf), "a number >= 0"),
-            weight_decay=(within(self.weight_decay, 0, math.inf), "a number >= 0"),
+            weight_decay=(is_rate(self.weight_decay), "a number >= 0 or a 0-d tensor"),
             block_size=(is_count(self.block_size, 1), "an integer >= 1"),
             refresh=(is_count(self.refresh, 1), "an integer >= 1"),
             damping=(within(self.damping, math.ulp(0.0), 1), "a number in (0, 1)"),
