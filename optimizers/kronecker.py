@@ -8,6 +8,8 @@ A matrix of 5 x 7 in blocks of 3 x 3; those at the edge are blocks of their own,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -38,25 +40,49 @@ def _divisor(length: int, most: int) -> int:
     return next((size for size in range(min(length, most), 1, -1) if length % size == 0), 1)
 
 
-def average(old: Tensor, new: Tensor, beta: float) -> Tensor:
-    """Returns ``beta old + (1 - beta) new``, and ``old + new`` for a beta of 1, as a new tensor."""
-    return old + new if beta == 1 else old.lerp(new, 1 - beta)
-
-
-def followed(old: Tensor, rows: Tensor, beta: float) -> Tensor:
-    """Returns ``beta old + (1 - beta) rows rows^T``, without the factor for a beta of 1, as a new tensor, in one pass.
+def follow_(average: Tensor, rows: Tensor, beta: float) -> None:
+    """Sets ``average`` to ``beta average + (1 - beta) rows rows^T``, without the factor for a beta of 1, in one pass.
 
     Args:
-        old: (B, d, d) float32.
+        average: (B, d, d) float32.
         rows: (B, d, k) float32.
         beta: Decay of the average.
     """
-    return torch.baddbmm(old, rows, rows.mT, beta=beta, alpha=1 if beta == 1 else 1 - beta)
+    average.baddbmm_(rows, rows.mT, beta=beta, alpha=1 if beta == 1 else 1 - beta)
 
 
-def square_average(old: Tensor, new: Tensor, beta: float) -> Tensor:
-    """Returns ``beta old + (1 - beta) new^2`` as a new tensor."""
-    return (old * beta).addcmul_(new, new, value=1 - beta)
+def adam_(
+    exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor, step: Tensor, *, betas: Sequence[float], eps: float
+) -> Tensor:
+    """Moves both moments in place and returns ``mhat / (sqrt(vhat) + eps)``, Adam's step, in one pass.
+
+    It is torch's fused kernel on a parameter of zeros with a learning rate of -1.
+
+    Args:
+        exp_avg: (B, m, n) float32.
+        exp_avg_sq: (B, m, n) float32.
+        grad: (B, m, n) float32, left as it is.
+        step: () float32, this step's number, from 1, by which the moments are corrected; infinity: not at all.
+        betas: Decay of the two moments per step, each in [0, 1).
+        eps: Added to the root of the second moment, in units of the gradient.
+    """
+    out = torch.zeros_like(grad)
+    torch._fused_adamw_(
+        [out],
+        [grad],
+        [exp_avg],
+        [exp_avg_sq],
+        [],
+        [step],
+        lr=-1.0,
+        beta1=betas[0],
+        beta2=betas[1],
+        weight_decay=0.0,
+        eps=eps,
+        amsgrad=False,
+        maximize=False,
+    )
+    return out
 
 
 def correction(beta: float, steps: Tensor) -> Tensor:

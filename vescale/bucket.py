@@ -4,7 +4,10 @@
 
     prepare    element-wise on each run; payloads of cut granules leave
     compute    kept blocks first, then what arrived; their directions leave, and new block state waits
-    apply      directions that came back; element-wise on each run; block state is written
+    apply      directions that came back; element-wise on each run; block state that waits is written
+
+Block state that a rule writes in place, where it lies here and no device flag may skip the step, is copied before, so
+that a block that fails takes the step back: half the traffic of writing it anew and then copying it.
 
 Blocks of b x b lie interleaved in a matrix, so each is copied out and its direction back; where a block is all of its
 granule (a matrix, an expert, a head) it is a view. On the CPU each block is computed by itself, since libraries choose
@@ -89,13 +92,17 @@ class Bucket:
             for i in self.exchange.mine:
                 cut = self.exchange.crossings[i]
                 self.arriving[i] = _jobs(cut.run, runs[cut.run], cut.member, cut.granule, 0)
+        self.in_place: tuple[str, ...] = getattr(self.rule, "in_place", ())
+        self._shapes: dict[tuple[int, ...], dict[str, torch.Size]] = {}  # of state, by the shape of its block
+        self.may_skip = False  # a device flag says whether this step is taken
         self.payloads: list[tuple[torch.Tensor, ...]] = []
         self.directions: list[torch.Tensor] = []
         self.writes: list[Write] = []
-        self.before: list[tuple[torch.Tensor, torch.Tensor]] = []  # element state, and what it was
+        self.before: list[tuple[torch.Tensor, torch.Tensor]] = []  # state that is written at once, and what it was
 
     def prepare(self, rule: Any, skip: torch.Tensor | None) -> None:
         """Runs the rule's element-wise part and sends the payloads of cut blocks on their way."""
+        self.may_skip = skip is not None
         for run in self.runs:
             run.fetch()
         if not self.has_blocks and hasattr(rule, "prepare_runs"):
@@ -201,18 +208,39 @@ class Bucket:
     def _call(self, rule: Any, run: Run, jobs: Sequence[Job], payloads: tuple[torch.Tensor, ...]) -> torch.Tensor:
         if not self.has_state:
             return rule.block(payloads, {})
-        firsts = rule.block_state(jobs[0].shape)
-        rows = {
-            name: [run.blocks[job.member].row(name, job.block, first.shape) for job in jobs]
-            for name, first in firsts.items()
-        }
-        device = run.steps.device
+        rows, device = self._rows(run, jobs), run.steps.device
         state = {name: _gather(of, of[0].shape).to(device, non_blocking=True) for name, of in rows.items()}
+        copies = self._guard(rows, state)
         state["step"] = run.steps[0]
         direction, changed = rule.block(payloads, state, refresh=self._due(jobs[0]))
-        for name, values in changed.items():
+        for name, values in ({name: state[name] for name in copies} | changed).items():
             self.writes += [Write(row, value) for row, value in zip(rows[name], values, strict=True)]
         return direction
+
+    def _guard(self, rows: Mapping[str, list[torch.Tensor]], state: dict[str, torch.Tensor]) -> list[str]:
+        """Keeps what the rule is about to write in place, or has it write copies; returns the names of the copies."""
+        copies = []
+        for name in self.in_place:
+            if name not in rows:
+                continue
+            row, held = rows[name][0], state[name]
+            if len(rows[name]) == 1 and held.device == row.device and not self.may_skip:
+                self.before.append((row, row.clone()))
+                continue
+            copies.append(name)
+            if len(rows[name]) == 1 and held.device == row.device:
+                state[name] = held.clone()
+        return copies
+
+    def _rows(self, run: Run, jobs: Sequence[Job]) -> dict[str, list[torch.Tensor]]:
+        """Where the state of each block is held."""
+        shape = jobs[0].shape
+        if shape not in self._shapes:
+            self._shapes[shape] = {name: first.shape for name, first in self.rule.block_state(shape).items()}
+        return {
+            name: [run.blocks[job.member].row(name, job.block, of) for job in jobs]
+            for name, of in self._shapes[shape].items()
+        }
 
 
 def _gather(views: Sequence[torch.Tensor], shape: Sequence[int]) -> torch.Tensor:
