@@ -13,6 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from optimizers.symmetric import symmetric_
+
 
 def kronecker_block(owner: object, shape: tuple[int, ...], size: int) -> tuple[int, ...]:
     """Returns the block of a matrix, or of a stack of them, of which no block spans two.
@@ -41,14 +43,14 @@ def _divisor(length: int, most: int) -> int:
 
 
 def follow_(average: Tensor, rows: Tensor, beta: float) -> None:
-    """Sets ``average`` to ``beta average + (1 - beta) rows rows^T``, without the factor for a beta of 1, in one pass.
+    """Sets ``average`` to ``beta average + (1 - beta) rows rows^T``, without the factor for a beta of 1.
 
     Args:
-        average: (B, d, d) float32.
+        average: (B, d, d) float32, symmetric.
         rows: (B, d, k) float32.
         beta: Decay of the average.
     """
-    average.baddbmm_(rows, rows.mT, beta=beta, alpha=1 if beta == 1 else 1 - beta)
+    symmetric_(average, rows, rows.mT, beta=beta, alpha=1 if beta == 1 else 1 - beta)
 
 
 def adam_(
