@@ -22,8 +22,6 @@ import math
 import torch
 from torch import Tensor
 
-from optimizers.symmetric import symmetric_
-
 TOLERANCE = 1e-6  # google-research/scalable_shampoo and facebookresearch/optimizers: error of M at which to stop
 STEPS = 40  # at a damping of 1e-6 and 256 rows it is 15 at most
 STEEPEST = 0.5  # of r: a larger one takes eigenvalues near 1 down to where float32 has fewer digits of them
@@ -98,33 +96,22 @@ def coupled_newton(a: Tensor, p: int, *, least: float = 1e-6) -> tuple[Tensor, T
         t.diagonal(dim1=-2, dim2=-1).add_(s[:, None])
         next_error = torch.where(near, quadratic * error.square(), torch.inf)
         if on_cpu and bool((next_error <= TOLERANCE).all()):  # X arrives with this step: three products less
-            return torch.where(going[:, None, None], _times(x, t), x), torch.where(going, next_error, error)
-        next_m = _times(_power(t, p), m)
+            return torch.where(going[:, None, None], x @ t, x), torch.where(going, next_error, error)
+        # Whole products, though they are symmetric: where half of one stands for the other, what rounding adds to the
+        # largest directions grows with the smallest, a hundred times (test_the_largest_directions_are_exact).
+        next_m = torch.linalg.matrix_power(t, p) @ m
         next_error = _from_identity(next_m)
         # facebookresearch/optimizers, matrix_functions.py: else it diverges, or is NaN. Before, errors are at most 1.
         going &= next_error <= 1.2 * torch.where(near, error, error.clamp(min=1))
         if on_cpu and not bool(going.any()):
             break
-        next_x = _times(x, t)
+        next_x = x @ t
         if on_cpu and bool(going.all()):
             x, m, error = next_x, next_m, next_error
             continue
         keep = going[:, None, None]
         x, m, error = torch.where(keep, next_x, x), torch.where(keep, next_m, m), torch.where(going, next_error, error)
     return x, error
-
-
-def _times(a: Tensor, b: Tensor) -> Tensor:
-    """The product of polynomials of one symmetric matrix: they commute, and it is symmetric."""
-    return symmetric_(torch.empty_like(a), a, b)
-
-
-def _power(a: Tensor, p: int) -> Tensor:
-    if p == 1:
-        return a
-    half = _power(a, p // 2)
-    square = _times(half, half)
-    return _times(square, a) if p % 2 else square
 
 
 def newton_steps(size: int, p: int, least: float) -> int:

@@ -7,7 +7,8 @@ A result of 512 x 512 in four panels of columns, each computed from the diagonal
     1 2 3 .
     1 2 3 4
 
-Grams ``G G^T`` are symmetric, and products of matrices that commute: powers of one, say.
+Meant for Grams ``G G^T``. Products of matrices that commute are symmetric too, but each of their halves is rounded in
+its own way, and an iteration that takes one for the other loses digits.
 """
 
 from __future__ import annotations

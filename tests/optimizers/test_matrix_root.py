@@ -46,15 +46,24 @@ def test_newton_is_as_near_as_eigenvalues() -> None:
 
 def test_the_least_eigenvalue_says_how_many_steps_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four products a step; by Newton's own T, 2.4 times a small eigenvalue each, it would be 20 for 1e-6."""
-    powers, real = [], matrix_root._power
-    monkeypatch.setattr(matrix_root, "_power", lambda a, p: powers.append(a) or real(a, p) if p == 4 else real(a, p))
+    powers, real = [], torch.linalg.matrix_power
+    monkeypatch.setattr(torch.linalg, "matrix_power", lambda a, p: powers.append(p) or real(a, p))
     taken = {}
     for condition in (2.0, 1e3, 1e9):
         powers.clear()
         inverse_root(spectrum(64, condition).float()[None], 4, damping=1e-6)
         taken[condition] = len(powers)
-    assert taken[2.0] <= 3 and taken[1e3] <= 8 and taken[1e9] <= 12, taken
+    assert taken[2.0] <= 5 and taken[1e3] <= 8 and taken[1e9] <= 12, taken
     assert taken[1e9] <= matrix_root.newton_steps(64, 4, 1e-6) <= 15
+
+
+def test_the_largest_directions_are_exact() -> None:
+    """They are what a gradient consists of, though the root itself is largest in the smallest."""
+    a = spectrum(256, 1e9)
+    root = inverse_root(a.float()[None], 4, damping=1e-6)[0][0].double()
+    largest = torch.linalg.eigh(a)[1][:, -16:]
+    expected = exact(a, 4, 1e-6) @ largest
+    assert float((root @ largest - expected).norm() / expected.norm()) < 1e-3
 
 
 def test_each_matrix_of_a_batch_is_computed_as_alone() -> None:
