@@ -54,7 +54,14 @@ def follow_(average: Tensor, rows: Tensor, beta: float) -> None:
 
 
 def adam_(
-    exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor, step: Tensor, *, betas: Sequence[float], eps: float
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    grad: Tensor,
+    step: Tensor,
+    *,
+    betas: Sequence[float],
+    eps: float,
+    out: Tensor,
 ) -> Tensor:
     """Moves both moments in place and returns ``mhat / (sqrt(vhat) + eps)``, Adam's step, in one pass.
 
@@ -67,10 +74,10 @@ def adam_(
         step: () float32, this step's number, from 1, by which the moments are corrected; infinity: not at all.
         betas: Decay of the two moments per step, each in [0, 1).
         eps: Added to the root of the second moment, in units of the gradient.
+        out: (B, m, n) float32 of any contents, where the step goes: memory that is in the cache already.
     """
-    out = torch.zeros_like(grad)
     torch._fused_adamw_(
-        [out],
+        [out.zero_()],
         [grad],
         [exp_avg],
         [exp_avg_sq],

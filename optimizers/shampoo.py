@@ -128,21 +128,22 @@ class Shampoo:
             refresh: Whether to compute roots: "first", "again", or None.
         """
         grad, new = payloads[0].reshape(-1, *payloads[0].shape[-2:]).float(), {}
-        steps, moment = state["step"] + 1, state["exp_avg"]
+        steps, moment, room = state["step"] + 1, state["exp_avg"], torch.empty_like(grad)
         follow_(state["left"], grad, self.factor_beta)
         follow_(state["right"], grad.mT, self.factor_beta)
         if self.graft == "adam":
-            like = adam_(moment, state["exp_avg_sq"], grad, steps, betas=self.betas, eps=self.eps)
+            step = adam_(moment, state["exp_avg_sq"], grad, steps, betas=self.betas, eps=self.eps, out=room)
+            wanted = size_of(step)
         else:
             moment.lerp_(grad, 1 - self.betas[0])
         if refresh is not None:
             scale = correction(self.factor_beta, steps)
             new = self._roots(state["left"] / scale, state["right"] / scale, state)
         left, right = (new.get(name, state[name]) for name in ("left_root", "right_root"))
-        direction = torch.bmm(torch.bmm(left, moment), right)
+        direction = torch.bmm(torch.bmm(left, moment, out=room), right)
         if self.graft == "adam":
             size = size_of(direction)
-            direction *= torch.where(size > 0, size_of(like) / size, 0.0)
+            direction *= torch.where(size > 0, wanted / size, 0.0)
         else:
             direction /= correction(self.betas[0], steps)
         return direction.to(self.wire_dtype).view(payloads[0].shape), new

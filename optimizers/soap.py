@@ -136,20 +136,19 @@ class SOAP:
             if self.first_step == "skip":
                 return torch.zeros_like(payloads[0]), new
         left, right = (new.get(name, state[name]) for name in ("left_basis", "right_basis"))
-        rotated = torch.bmm(torch.bmm(left.mT, grad), right)
-        steps = state["step"] + (1 if self.first_step == "step" else 0)
-        step = self._step(state, rotated)
-        direction = torch.bmm(torch.bmm(left, step, out=rotated), right.mT, out=step).mul_(self._size(steps))
+        half = torch.bmm(left.mT, grad)
+        rotated = torch.bmm(half, right)
+        # Of infinitely many steps Adam corrects nothing: eps is not to be scaled along with the root.
+        uncorrected = torch.full_like(state["step"], torch.inf)
+        moments = state["exp_avg"], state["exp_avg_sq"]
+        step = adam_(*moments, rotated, uncorrected, betas=self.betas, eps=self.eps, out=half)
+        size = self._size(state["step"] + (1 if self.first_step == "step" else 0))
+        direction = torch.bmm(torch.bmm(left, step, out=rotated), right.mT, out=step).mul_(size)
         if refresh != "first":
             self._follow(grad, state)
         if refresh == "again":
             new = _turned(state)
         return direction.to(self.wire_dtype).view(payloads[0].shape), new
-
-    def _step(self, state: Mapping[str, Tensor], rotated: Tensor) -> Tensor:
-        """Moves the moments and returns ``m / (sqrt(v) + eps)``: of infinitely many steps, Adam corrects nothing."""
-        uncorrected = torch.full_like(state["step"], torch.inf)
-        return adam_(state["exp_avg"], state["exp_avg_sq"], rotated, uncorrected, betas=self.betas, eps=self.eps)
 
     def _size(self, steps: Tensor) -> Tensor:
         """What a direction is multiplied by, () float32."""

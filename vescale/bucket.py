@@ -99,6 +99,8 @@ class Bucket:
         self.directions: list[torch.Tensor] = []
         self.writes: list[Write] = []
         self.before: list[tuple[torch.Tensor, torch.Tensor]] = []  # state that is written at once, and what it was
+        self.aside = torch.empty(0)  # where it is copied to: what is left of that
+        self._num_aside: int | None = None
 
     def prepare(self, rule: Any, skip: torch.Tensor | None) -> None:
         """Runs the rule's element-wise part and sends the payloads of cut blocks on their way."""
@@ -130,6 +132,7 @@ class Bucket:
         if not self.has_blocks:
             return
         self.directions = [torch.empty_like(flats[0]) for flats in self.payloads]
+        self.aside = self._room_aside()
         for jobs in self._batches(self.kept):
             at = jobs[0].run
             self._compute(rule, jobs, self.payloads[at], self.directions[at])
@@ -140,7 +143,7 @@ class Bucket:
             self.exchange.reply()
         if self.sharing and not self.is_cut:
             self.sharing.start(self.directions)
-        self.payloads = []
+        self.payloads, self.aside = [], torch.empty(0)
 
     def apply(self, rule: Any, skip: torch.Tensor | None) -> None:
         """Steps the parameters along the directions and writes block state."""
@@ -167,7 +170,7 @@ class Bucket:
             value.copy_(before)
         for run in self.runs:
             run.put_back(failed=True)
-        self.payloads, self.directions, self.writes, self.before = [], [], [], []
+        self.payloads, self.directions, self.writes, self.before, self.aside = [], [], [], [], torch.empty(0)
 
     # --- blocks ---
 
@@ -225,21 +228,42 @@ class Bucket:
                 continue
             row, held = rows[name][0], state[name]
             if len(rows[name]) == 1 and held.device == row.device and not self.may_skip:
-                self.before.append((row, row.clone()))
+                self.before.append((row, self._copied_aside(row)))
                 continue
             copies.append(name)
             if len(rows[name]) == 1 and held.device == row.device:
                 state[name] = held.clone()
         return copies
 
+    def _copied_aside(self, row: torch.Tensor) -> torch.Tensor:
+        """What ``row`` is before it is written."""
+        if row.numel() > self.aside.numel():
+            return row.clone()
+        copy, self.aside = self.aside[: row.numel()].view(row.shape), self.aside[row.numel() :]
+        return copy.copy_(row)
+
+    def _room_aside(self) -> torch.Tensor:
+        """Memory for the copies of all blocks; taken one by one, they would lie where blocks compute, in the cache."""
+        if not self.in_place or self.may_skip or self.runs[0].steps.device.type != "cpu":
+            return torch.empty(0)
+        if self._num_aside is None:
+            jobs = [*self.kept, *(job for some in self.arriving.values() for job in some)]
+            shapes = [shape for job in jobs for name, shape in self._shapes_of(job).items() if name in self.in_place]
+            self._num_aside = sum(shape.numel() for shape in shapes)
+        return torch.empty(self._num_aside)
+
+    def _shapes_of(self, job: Job) -> dict[str, torch.Size]:
+        """Of the state of a block."""
+        if job.shape not in self._shapes:
+            first = self.rule.block_state(job.shape)
+            self._shapes[job.shape] = {name: value.shape for name, value in first.items()}
+        return self._shapes[job.shape]
+
     def _rows(self, run: Run, jobs: Sequence[Job]) -> dict[str, list[torch.Tensor]]:
         """Where the state of each block is held."""
-        shape = jobs[0].shape
-        if shape not in self._shapes:
-            self._shapes[shape] = {name: first.shape for name, first in self.rule.block_state(shape).items()}
         return {
-            name: [run.blocks[job.member].row(name, job.block, of) for job in jobs]
-            for name, of in self._shapes[shape].items()
+            name: [run.blocks[job.member].row(name, job.block, shape) for job in jobs]
+            for name, shape in self._shapes_of(jobs[0]).items()
         }
 
 
