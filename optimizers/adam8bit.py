@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from optimizers.adamw import AdamW
-from optimizers.fields import check, is_count, is_rate, within
+from optimizers.fields import are_betas, check, is_count, is_rate, within
 from optimizers.kernels.adam8bit import Moments, adam8bit_
 from optimizers.quantize import BLOCK
 
@@ -37,9 +37,9 @@ class Adam8bit:
 
     Args:
         lr: Learning rate, parameter units per step; a number, or a 0-d float32 tensor on the parameter's device.
-        betas: Decay of the two moments per step, each in [0, 1).
+        betas: Decay of the two moments per step, each in [0, 1); numbers or 0-d tensors.
         eps: Added to the root of the second moment, in units of the gradient.
-        weight_decay: Fraction of the parameter removed per step and per unit of ``lr``.
+        weight_decay: Fraction of the parameter removed per step and per unit of ``lr``; a number or a 0-d tensor.
         min_numel: Elements of the smallest parameter whose moments are bytes.
         compat: "none", or "bnb" for the format of bitsandbytes and torchao.
 
@@ -49,9 +49,9 @@ class Adam8bit:
 
     # Defaults are those of torch.optim.AdamW; min_numel is min_8bit_size of bitsandbytes.
     lr: float | Tensor = 1e-3
-    betas: Sequence[float] = (0.9, 0.999)
+    betas: Sequence[float | Tensor] = (0.9, 0.999)
     eps: float = 1e-8
-    weight_decay: float = 1e-2
+    weight_decay: float | Tensor = 1e-2
     min_numel: int = 4096
     compat: str = "none"
 
@@ -61,9 +61,9 @@ class Adam8bit:
         check(
             self,
             lr=(is_rate(self.lr), "a number >= 0 or a 0-d tensor"),
-            betas=(len(self.betas) == 2 and all(within(beta, 0, 1) for beta in self.betas), "two numbers in [0, 1)"),
+            betas=(are_betas(self.betas), "two numbers in [0, 1) or 0-d tensors"),
             eps=(within(self.eps, 0, math.inf), "a number >= 0"),
-            weight_decay=(within(self.weight_decay, 0, math.inf), "a number >= 0"),
+            weight_decay=(is_rate(self.weight_decay), "a number >= 0 or a 0-d tensor"),
             min_numel=(is_count(self.min_numel, 0), "an integer >= 0"),
             compat=(self.compat in ("none", "bnb"), "none or bnb"),
         )

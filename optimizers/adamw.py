@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from optimizers.fields import check, is_rate, within
+from optimizers.fields import are_betas, check, is_rate, within
 from optimizers.kernels.adamw import adamw_, adamw_each_
 
 
@@ -26,9 +26,9 @@ class AdamW:
 
     Args:
         lr: Learning rate, parameter units per step; a number, or a 0-d float32 tensor on the parameter's device.
-        betas: Decay of the two moments per step, each in [0, 1).
+        betas: Decay of the two moments per step, each in [0, 1); numbers or 0-d tensors.
         eps: Added to the root of the second moment, in units of the gradient.
-        weight_decay: Fraction of the parameter removed per step and per unit of ``lr``.
+        weight_decay: Fraction of the parameter removed per step and per unit of ``lr``; a number or a 0-d tensor.
 
     Raises:
         ValueError: If a field is out of range; all of them are named.
@@ -36,9 +36,9 @@ class AdamW:
 
     # Defaults are those of torch.optim.AdamW.
     lr: float | Tensor = 1e-3
-    betas: Sequence[float] = (0.9, 0.999)
+    betas: Sequence[float | Tensor] = (0.9, 0.999)
     eps: float = 1e-8
-    weight_decay: float = 1e-2
+    weight_decay: float | Tensor = 1e-2
 
     # The fused kernel's vector loop and its tail round differently: runs start and end at multiples of 8 elements or
     # more, and then where they are cut does not show. Buffers are aligned to 32.
@@ -48,9 +48,9 @@ class AdamW:
         check(
             self,
             lr=(is_rate(self.lr), "a number >= 0 or a 0-d tensor"),
-            betas=(len(self.betas) == 2 and all(within(beta, 0, 1) for beta in self.betas), "two numbers in [0, 1)"),
+            betas=(are_betas(self.betas), "two numbers in [0, 1) or 0-d tensors"),
             eps=(within(self.eps, 0, math.inf), "a number >= 0"),
-            weight_decay=(within(self.weight_decay, 0, math.inf), "a number >= 0"),
+            weight_decay=(is_rate(self.weight_decay), "a number >= 0 or a 0-d tensor"),
         )
 
     def block_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from optimizers.fields import exact
+
 
 def descend(
     param: Tensor,
@@ -21,10 +23,11 @@ def descend(
         param: (n,) float32, a flat run.
         direction: (n,) of any float dtype.
         lr: Parameter units per step; a number or a 0-d tensor on the parameter's device.
-        weight_decay: Fraction of the parameter removed per step and per unit of ``lr``.
+        weight_decay: Fraction of the parameter removed per step and per unit of ``lr``; a number or a 0-d tensor.
         skip: None, or () float32: 1.0 writes nothing.
         cautious: Decay only the elements that the step makes smaller (arXiv 2510.12402, algorithm 1).
     """
+    lr, weight_decay = exact(lr), exact(weight_decay)
     kept = 1 - lr * weight_decay
     if cautious:
         # Signs, so that a product too small for float32 does not count as agreement.
@@ -35,7 +38,7 @@ def descend(
     # param is float32, so these sums are too, whatever the wire. In bfloat16 the vector loop of a multiply-add and
     # its tail round differently, and where a run was cut would show.
     if isinstance(lr, Tensor):
-        stepped.addcmul_(direction, lr, value=-1)
+        stepped.addcmul_(direction, lr.to(stepped.dtype), value=-1)
     else:
         stepped.add_(direction, alpha=-lr)
     if skip is not None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -32,8 +34,33 @@ def within(value: object, low: float, high: float) -> bool:
 
 
 def is_rate(value: object) -> bool:
-    """Returns whether ``value`` can be a learning rate: a finite number >= 0, or a 0-d tensor, which is not read."""
+    """Returns whether ``value`` can be a learning rate, or a decay in proportion to it: a finite number >= 0, or a 0-d
+    tensor, which is not read."""
     return value.ndim == 0 if isinstance(value, Tensor) else within(value, 0, math.inf)
+
+
+def is_beta(value: object) -> bool:
+    """Returns whether ``value`` can be the decay of an average: a number in [0, 1), or a 0-d tensor, which is not
+    read."""
+    return value.ndim == 0 if isinstance(value, Tensor) else within(value, 0, 1)
+
+
+def are_betas(value: object) -> bool:
+    """Returns whether ``value`` are the decays of two averages."""
+    return isinstance(value, Sequence) and len(value) == 2 and all(map(is_beta, value))
+
+
+def exact(value: float | Tensor) -> float | Tensor:
+    """Returns a number that further arithmetic takes as Python would: a tensor in host memory is read, one on a device
+    is float64 there and is not read."""
+    if not isinstance(value, Tensor):
+        return value
+    return float(value) if value.device.type == "cpu" else value.double()
+
+
+def weight(value: float | Tensor, like: Tensor) -> Any:
+    """Returns ``value``, of ``exact``, as ``like.lerp`` takes it: a number, or a tensor of the dtype of ``like``."""
+    return value.to(like.dtype) if isinstance(value, Tensor) else value
 
 
 def is_count(value: object, low: int) -> bool:

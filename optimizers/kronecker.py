@@ -13,6 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from optimizers.fields import exact
+from optimizers.kernels.adamw import adamw_each_
 from optimizers.symmetric import symmetric_
 
 
@@ -59,44 +61,34 @@ def adam_(
     grad: Tensor,
     step: Tensor,
     *,
-    betas: Sequence[float],
+    betas: Sequence[float | Tensor],
     eps: float,
     out: Tensor,
 ) -> Tensor:
     """Moves both moments in place and returns ``mhat / (sqrt(vhat) + eps)``, Adam's step, in one pass.
 
-    It is torch's fused kernel on a parameter of zeros with a learning rate of -1.
+    It is the step of AdamW, by a learning rate of -1, of a parameter of zeros.
 
     Args:
         exp_avg: (B, m, n) float32.
         exp_avg_sq: (B, m, n) float32.
         grad: (B, m, n) float32, left as it is.
-        step: () float32, this step's number, from 1, by which the moments are corrected; infinity: not at all.
-        betas: Decay of the two moments per step, each in [0, 1).
+        step: () float32, the steps before this one, by which the moments are corrected; infinity: not at all.
+        betas: Decay of the two moments per step, each in [0, 1); numbers or 0-d tensors.
         eps: Added to the root of the second moment, in units of the gradient.
         out: (B, m, n) float32 of any contents, where the step goes: memory that is in the cache already.
     """
-    torch._fused_adamw_(
-        [out.zero_()],
-        [grad],
-        [exp_avg],
-        [exp_avg_sq],
-        [],
-        [step],
-        lr=-1.0,
-        beta1=betas[0],
-        beta2=betas[1],
-        weight_decay=0.0,
-        eps=eps,
-        amsgrad=False,
-        maximize=False,
-    )
+    moments = [exp_avg], [exp_avg_sq]
+    adamw_each_([out.zero_()], [grad], *moments, [step], lr=-1.0, betas=betas, eps=eps, weight_decay=0.0)
     return out
 
 
-def correction(beta: float, steps: Tensor) -> Tensor:
-    """Returns what an average from zero sums to after that many steps, () float32; 1 where nothing is averaged."""
-    return torch.ones_like(steps) if beta == 1 else 1 - beta**steps
+def correction(beta: float | Tensor, steps: Tensor) -> Tensor:
+    """Returns what an average from zero sums to after that many steps, () float32; 1 for a number 1: a sum."""
+    kept = exact(beta)
+    if isinstance(kept, Tensor):
+        return (1 - kept**steps).to(steps.dtype)
+    return torch.ones_like(steps) if kept == 1 else 1 - kept**steps
 
 
 def size_of(blocks: Tensor) -> Tensor:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from optimizers.descent import descend
-from optimizers.fields import check, is_count, is_rate, within
+from optimizers.fields import check, exact, is_beta, is_count, is_rate, within
 from optimizers.gram_newton_schulz import SAFE, gram_newton_schulz, pays
+from optimizers.kernels.grouped_newton_schulz import Matrix, grouped_newton_schulz
 from optimizers.kernels.momentum import momentum_
 from optimizers.kronecker import kronecker_block
 from optimizers.newton_schulz import COEFFICIENTS, newton_schulz
@@ -53,9 +54,10 @@ class Muon:
 
     Args:
         lr: Learning rate, parameter units per step; a number, or a 0-d float32 tensor on the parameter's device.
-        momentum: Decay of the momentum per step, in [0, 1).
+        momentum: Decay of the momentum per step, in [0, 1); a number or a 0-d tensor.
         nesterov: Whether the gradient counts once more in what is orthogonalised.
-        weight_decay: Fraction of the parameter removed per step and per unit of ``lr``, un-adjusted.
+        weight_decay: Fraction of the parameter removed per step and per unit of ``lr``, un-adjusted; a number or a 0-d
+            tensor.
         coefficients: A key of ``newton_schulz.COEFFICIENTS``.
         adjust_lr: A key of ``ADJUST_LR``.
         ns_dtype: Dtype of the Newton-Schulz products, bfloat16 or float32.
@@ -75,9 +77,9 @@ class Muon:
 
     # lr, momentum, nesterov and weight_decay as in torch.optim.Muon.
     lr: float | Tensor = 1e-3
-    momentum: float = 0.95
+    momentum: float | Tensor = 0.95
     nesterov: bool = True
-    weight_decay: float = 0.1
+    weight_decay: float | Tensor = 0.1
     coefficients: str = "quintic"
     adjust_lr: str = "match_rms_adamw"
     ns_dtype: torch.dtype = torch.bfloat16
@@ -96,9 +98,9 @@ class Muon:
         check(
             self,
             lr=(is_rate(self.lr), "a number >= 0 or a 0-d tensor"),
-            momentum=(within(self.momentum, 0, 1), "a number in [0, 1)"),
+            momentum=(is_beta(self.momentum), "a number in [0, 1) or a 0-d tensor"),
             nesterov=(isinstance(self.nesterov, bool), "a bool"),
-            weight_decay=(within(self.weight_decay, 0, math.inf), "a number >= 0"),
+            weight_decay=(is_rate(self.weight_decay), "a number >= 0 or a 0-d tensor"),
             coefficients=(self.coefficients in COEFFICIENTS, f"one of {sorted(COEFFICIENTS)}"),
             adjust_lr=(self.adjust_lr in ADJUST_LR, f"one of {sorted(ADJUST_LR)}"),
             ns_dtype=(self.ns_dtype in dtypes, "torch.bfloat16 or torch.float32"),
@@ -175,7 +177,7 @@ class Muon:
             skip: None, or () float32: 1.0 writes nothing. The payload, and what comes of it, then means nothing.
         """
         out = torch.empty(grad.shape, dtype=self.wire_dtype, device=grad.device)
-        momentum_(state["momentum"], grad, out, decay=self.momentum, nesterov=self.nesterov, skip=skip)
+        momentum_(state["momentum"], grad, out, decay=exact(self.momentum), nesterov=self.nesterov, skip=skip)
         return (out,)
 
     def block(self, payloads: tuple[Tensor, ...], state: Mapping[str, Tensor]) -> Tensor:
@@ -190,6 +192,31 @@ class Muon:
         pieces = matrices.split(list(self.split or matrices.shape[-2:-1]), dim=-2)
         directions = torch.cat([self._orthogonal(piece) for piece in pieces], dim=-2)
         return directions.to(self.wire_dtype).view(payload.shape)
+
+    def blocks_in_place(
+        self, payloads: tuple[Tensor, ...], places: tuple[tuple[int, tuple[int, ...]], ...], out: Tensor
+    ) -> None:
+        """Writes the directions of matrices of any shapes into ``out``, each where its payload lies; see ``block``.
+
+        One launch for all of them, but for those that ``gram_newton_schulz`` takes, one by one.
+
+        Args:
+            payloads: One flat tensor, (n,) in ``wire_dtype``; never written.
+            places: First element and shape, (m, n) or (1, m, n), of each block.
+            out: (n,) in ``wire_dtype``, other memory; what is in no block is left as it is.
+        """
+        (flat,) = payloads
+        together = []
+        for start, (*_, m, n) in places:
+            for rows in self.split or (m,):
+                if self.iteration == "gram" and pays((rows, n)):
+                    where = slice(start, start + rows * n)
+                    out[where] = self._orthogonal(flat[where].view(1, rows, n)).view(-1)
+                else:
+                    together.append(Matrix(start, rows, n, ADJUST_LR[self.adjust_lr](rows, n)))
+                start += rows * n
+        options: dict[str, Any] = {"coefficients": self.coefficients, "dtype": self.ns_dtype, "eps": self.eps}
+        grouped_newton_schulz(flat, out, tuple(together), **options)
 
     def _orthogonal(self, matrices: Tensor) -> Tensor:
         """Directions of (B, m, n) matrices, in ``ns_dtype``."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from optimizers.fields import exact, weight
 from optimizers.muon import Muon
 from optimizers.quantize import BLOCK, dequantize, quantize
 
@@ -48,10 +49,11 @@ class Muon8bit(Muon):
             state: ``momentum``, (n,) uint8, and ``momentum_scale``, (ceil(n / 256),) float32.
             skip: None, or () float32: 1.0 writes nothing.
         """
-        codes, scale = state["momentum"], state["momentum_scale"]
+        codes, scale, decay = state["momentum"], state["momentum_scale"], exact(self.momentum)
         room = -len(codes) % BLOCK  # the tensor's last block is filled up with zeros
-        momentum = dequantize(pad(codes, (0, room)), scale, signed=True)[: len(codes)].lerp_(grad, 1 - self.momentum)
+        momentum = dequantize(pad(codes, (0, room)), scale, signed=True)[: len(codes)]
+        momentum.lerp_(grad, weight(1 - decay, grad))
         fresh = quantize(pad(momentum, (0, room)), signed=True)
         for target, value in ((codes, fresh[0][: len(codes)]), (scale, fresh[1])):
             target.copy_(value if skip is None else torch.where(skip > 0, target, value))
-        return ((grad.lerp(momentum, self.momentum) if self.nesterov else momentum).to(self.wire_dtype),)
+        return ((grad.lerp(momentum, weight(decay, grad)) if self.nesterov else momentum).to(self.wire_dtype),)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from optimizers.fields import check, within
+from optimizers.fields import check, exact, is_beta, weight, within
 from optimizers.muon import Muon
 
 
@@ -24,7 +24,7 @@ class NorMuon(Muon):
         D  = adjust_lr(m, n) P |O| / |P|           |.| over the whole matrix, also where ranks cut it
 
     Args:
-        beta2: Decay of the second moment per step, in [0, 1).
+        beta2: Decay of the second moment per step, in [0, 1); a number or a 0-d tensor.
         row_eps: Added to its root, in units of an orthogonal matrix's elements.
 
     Raises:
@@ -32,14 +32,14 @@ class NorMuon(Muon):
     """
 
     # microsoft/dion normuon.py
-    beta2: float = 0.95
+    beta2: float | Tensor = 0.95
     row_eps: float = 1e-8
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check(
             self,
-            beta2=(within(self.beta2, 0, 1), "a number in [0, 1)"),
+            beta2=(is_beta(self.beta2), "a number in [0, 1) or a 0-d tensor"),
             row_eps=(within(self.row_eps, 0, 1), "a number in [0, 1)"),
             split=(self.split is None, "None: one second moment a row is kept for one matrix"),
         )
@@ -60,7 +60,7 @@ class NorMuon(Muon):
         """
         (payload,) = payloads
         factor = self._orthogonal(payload.reshape(-1, *payload.shape[-2:])).float()
-        square = state["row_square"].lerp(factor.square().mean(-1), 1 - self.beta2)
+        square = state["row_square"].lerp(factor.square().mean(-1), weight(1 - exact(self.beta2), factor))
         even = factor / (square.sqrt() + self.row_eps)[..., None]
         sizes = [torch.linalg.matrix_norm(x, keepdim=True) for x in (factor, even)]
         direction = even * torch.where(sizes[1] > 0, sizes[0] / sizes[1], 0.0)  # a zero gradient has no size to keep

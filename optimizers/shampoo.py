@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from optimizers.descent import descend
-from optimizers.fields import check, is_count, is_rate, within
+from optimizers.fields import are_betas, check, exact, is_count, is_rate, weight, within
 from optimizers.kronecker import adam_, correction, follow_, kronecker_block, size_of
 from optimizers.matrix_root import ROOTS, inverse_root
 
@@ -33,10 +33,10 @@ class Shampoo:
 
     Args:
         lr: Learning rate, parameter units per step; a number, or a 0-d float32 tensor on the parameter's device.
-        betas: Decay of the two moments per step, each in [0, 1).
+        betas: Decay of the two moments per step, each in [0, 1); numbers or 0-d tensors.
         factor_beta: Decay of the statistics, in [0, 1]; 1 sums them up, as in the paper.
         eps: Added to the root of the second moment, in units of the gradient.
-        weight_decay: Fraction of the parameter removed per step and per unit of ``lr``.
+        weight_decay: Fraction of the parameter removed per step and per unit of ``lr``; a number or a 0-d tensor.
         block_size: Rows and columns of a block at most.
         refresh: Steps between two computations of a root.
         damping: Added to the statistics' diagonals, as a fraction of their largest eigenvalue.
@@ -51,10 +51,10 @@ class Shampoo:
     # betas, factor_beta, block_size and refresh of DASH (arXiv 2602.02016, ista-daslab-optimizers), lr and decay of
     # torch.optim.AdamW, whose steps these have.
     lr: float | Tensor = 1e-3
-    betas: Sequence[float] = (0.9, 0.95)
+    betas: Sequence[float | Tensor] = (0.9, 0.95)
     factor_beta: float = 0.95
     eps: float = 1e-8
-    weight_decay: float = 1e-2
+    weight_decay: float | Tensor = 1e-2
     block_size: int = 1024
     refresh: int = 10
     # Below 1e-6 of the largest eigenvalue lies float32's noise: the root's error is then of order one.
@@ -64,16 +64,16 @@ class Shampoo:
     wire_dtype: torch.dtype = torch.float32
 
     finest: ClassVar[int] = 1
-    in_place: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq", "left", "right")
+    state_in_place: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq", "left", "right")
 
     def __post_init__(self) -> None:
         check(
             self,
             lr=(is_rate(self.lr), "a number >= 0 or a 0-d tensor"),
-            betas=(len(self.betas) == 2 and all(within(beta, 0, 1) for beta in self.betas), "two numbers in [0, 1)"),
+            betas=(are_betas(self.betas), "two numbers in [0, 1) or 0-d tensors"),
             factor_beta=(within(self.factor_beta, 0, 1) or self.factor_beta == 1, "a number in [0, 1]"),
             eps=(within(self.eps, 0, math.inf), "a number >= 0"),
-            weight_decay=(within(self.weight_decay, 0, math.inf), "a number >= 0"),
+            weight_decay=(is_rate(self.weight_decay), "a number >= 0 or a 0-d tensor"),
             block_size=(is_count(self.block_size, 1), "an integer >= 1"),
             refresh=(is_count(self.refresh, 1), "an integer >= 1"),
             damping=(within(self.damping, math.ulp(0.0), 1), "a number in (0, 1)"),
@@ -123,8 +123,8 @@ class Shampoo:
 
         Args:
             payloads: The gradients, (B, m, n) or (B, 1, m, n) in ``wire_dtype``; never written.
-            state: The names of ``block_state``, (B, ...) each, those of ``in_place`` written; and ``step``, () float32:
-                the steps completed before this one.
+            state: The names of ``block_state``, (B, ...) each, those of ``state_in_place`` written; and ``step``, ()
+                float32: the steps completed before this one.
             refresh: Whether to compute roots: "first", "again", or None.
         """
         grad, new = payloads[0].reshape(-1, *payloads[0].shape[-2:]).float(), {}
@@ -132,10 +132,10 @@ class Shampoo:
         follow_(state["left"], grad, self.factor_beta)
         follow_(state["right"], grad.mT, self.factor_beta)
         if self.graft == "adam":
-            step = adam_(moment, state["exp_avg_sq"], grad, steps, betas=self.betas, eps=self.eps, out=room)
+            step = adam_(moment, state["exp_avg_sq"], grad, state["step"], betas=self.betas, eps=self.eps, out=room)
             wanted = size_of(step)
         else:
-            moment.lerp_(grad, 1 - self.betas[0])
+            moment.lerp_(grad, weight(1 - exact(self.betas[0]), moment))
         if refresh is not None:
             scale = correction(self.factor_beta, steps)
             new = self._roots(state["left"] / scale, state["right"] / scale, state)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from optimizers.descent import descend
-from optimizers.fields import check, is_count, is_rate, within
+from optimizers.fields import are_betas, check, is_count, is_rate, within
 from optimizers.kronecker import adam_, correction, follow_, kronecker_block
 from optimizers.matrix_root import is_finite, largest_eigenvalue
 
@@ -34,10 +34,10 @@ class SOAP:
 
     Args:
         lr: Learning rate, parameter units per step; a number, or a 0-d float32 tensor on the parameter's device.
-        betas: Decay of the two moments per step, each in [0, 1).
+        betas: Decay of the two moments per step, each in [0, 1); numbers or 0-d tensors.
         factor_beta: Decay of the statistics, in [0, 1).
         eps: Added to the root of the second moment, in units of the gradient.
-        weight_decay: Fraction of the parameter removed per step and per unit of ``lr``.
+        weight_decay: Fraction of the parameter removed per step and per unit of ``lr``; a number or a 0-d tensor.
         block_size: Rows and columns of a block at most.
         refresh: Steps between two changes of basis.
         statistics: "gram", or "kl".
@@ -51,10 +51,10 @@ class SOAP:
 
     # Defaults of nikhilvyas/SOAP soap.py, with blocks of DASH's size (arXiv 2602.02016).
     lr: float | Tensor = 3e-3
-    betas: Sequence[float] = (0.95, 0.95)
+    betas: Sequence[float | Tensor] = (0.95, 0.95)
     factor_beta: float = 0.95
     eps: float = 1e-8
-    weight_decay: float = 1e-2
+    weight_decay: float | Tensor = 1e-2
     block_size: int = 1024
     refresh: int = 10
     statistics: str = "gram"
@@ -63,16 +63,16 @@ class SOAP:
     wire_dtype: torch.dtype = torch.float32
 
     finest: ClassVar[int] = 1
-    in_place: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq", "left", "right")
+    state_in_place: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq", "left", "right")
 
     def __post_init__(self) -> None:
         check(
             self,
             lr=(is_rate(self.lr), "a number >= 0 or a 0-d tensor"),
-            betas=(len(self.betas) == 2 and all(within(beta, 0, 1) for beta in self.betas), "two numbers in [0, 1)"),
+            betas=(are_betas(self.betas), "two numbers in [0, 1) or 0-d tensors"),
             factor_beta=(within(self.factor_beta, 0, 1), "a number in [0, 1)"),
             eps=(within(self.eps, 0, math.inf), "a number >= 0"),
-            weight_decay=(within(self.weight_decay, 0, math.inf), "a number >= 0"),
+            weight_decay=(is_rate(self.weight_decay), "a number >= 0 or a 0-d tensor"),
             block_size=(is_count(self.block_size, 1), "an integer >= 1"),
             refresh=(is_count(self.refresh, 1), "an integer >= 1"),
             statistics=(self.statistics in ("gram", "kl"), "gram or kl"),
@@ -124,8 +124,8 @@ class SOAP:
 
         Args:
             payloads: The gradients, (B, m, n) or (B, 1, m, n) in ``wire_dtype``; never written.
-            state: The names of ``block_state``, (B, ...) each, those of ``in_place`` written; and ``step``, () float32:
-                the steps completed before this one.
+            state: The names of ``block_state``, (B, ...) each, those of ``state_in_place`` written; and ``step``, ()
+                float32: the steps completed before this one.
             refresh: Whether to renew the bases: "first" by eigenvectors, before the step; "again" by QR, after it; or
                 None.
         """

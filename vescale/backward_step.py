@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from vescale.fsdp_module import FSDPModule
+from vescale.grad_norm import NormInParts
 from vescale.logit_clip import IN_BACKWARD, looks_at_logits
 from vescale.optimizer import Optimizer
 from vescale.unit import Unit, home_of
@@ -31,6 +32,7 @@ def step_in_backward(
     *,
     max_norm: float | None = None,
     non_finite: str = "raise",
+    norm: NormInParts | None = None,
 ) -> list[torch.optim.Optimizer]:
     """Gives each unit of ``model`` an optimizer that steps, and frees the gradients, as soon as they are reduced.
 
@@ -43,6 +45,8 @@ def step_in_backward(
             Or what makes an optimizer of a unit's trainable parameters, e.g. ``lambda params: AdamW(params)``.
         max_norm: Must be None: clipping waits for every gradient.
         non_finite: Must be "raise": skipping a step waits for every gradient too.
+        norm: Shown each unit's gradients before they are stepped; its ``take()`` after backward is the norm of all,
+            which says whether what was stepped was finite.
 
     Returns:
         The ``vescale.Optimizer``, or one optimizer per unit that has trainable parameters, in definition order; for
@@ -68,17 +72,17 @@ def step_in_backward(
         raise ValueError(IN_BACKWARD)
     params_of = {unit: [p for s in unit.segments for p in s.sharded if p.requires_grad] for unit in units}
     if isinstance(optimizer, Optimizer):
-        _take_over(optimizer, params_of)
+        _take_over(optimizer, params_of, norm)
         return [optimizer]
     optimizers = []
     for unit, params in params_of.items():
         if params:
             optimizers.append(optimizer(params))
-            unit.after_reduce = _when_synchronized(functools.partial(_step_all, optimizers[-1]))
+            unit.after_reduce = _when_synchronized(functools.partial(_step_all, optimizers[-1], params, norm))
     return optimizers
 
 
-def _take_over(optimizer: Optimizer, params_of: dict[Unit, list[nn.Parameter]]) -> None:
+def _take_over(optimizer: Optimizer, params_of: dict[Unit, list[nn.Parameter]], norm: NormInParts | None) -> None:
     """Lets each unit step its parameters of one optimizer."""
     held = {id(param) for group in optimizer.param_groups for param in group["params"]}
     ours = {id(param) for params in params_of.values() for param in params}
@@ -90,18 +94,24 @@ def _take_over(optimizer: Optimizer, params_of: dict[Unit, list[nn.Parameter]]) 
     optimizer.in_backward = True
     for unit, params in params_of.items():
         if params:
-            unit.after_reduce = _when_synchronized(functools.partial(_step_unit, optimizer, params))
+            unit.after_reduce = _when_synchronized(functools.partial(_step_unit, optimizer, params, norm))
 
 
-def _step_unit(optimizer: Optimizer, params: list[nn.Parameter], unit: Unit) -> None:
+def _step_unit(optimizer: Optimizer, params: list[nn.Parameter], norm: NormInParts | None, unit: Unit) -> None:
+    if norm is not None:
+        norm.add(params)
     optimizer.step(unit=unit)
     for param in params:
         param.grad = None
     unit.forget_grads()
 
 
-def _step_all(optimizer: torch.optim.Optimizer, unit: Unit) -> None:
+def _step_all(
+    optimizer: torch.optim.Optimizer, params: list[nn.Parameter], norm: NormInParts | None, unit: Unit
+) -> None:
     unit.realias()
+    if norm is not None:
+        norm.add(params)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     unit.forget_grads()

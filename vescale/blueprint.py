@@ -37,6 +37,7 @@ class PlannedUnit:
     name: str
     plans: tuple[SegmentPlan, ...]
     trainable: tuple[bool, ...]  # of each buffer
+    itemsizes: tuple[int, ...]  # of each buffer: bytes of an element of its masters, and of their gradients
     parts: tuple[int, ...]  # of each buffer: ranks that hold other experts in its place, counting this; 1 for the rest
 
     @cached_property
@@ -55,9 +56,15 @@ class PlannedUnit:
         return sum(plan.numel * parts for plan, parts in zip(self.plans, self.parts, strict=True))
 
     @cached_property
-    def trained_shard(self) -> int:
-        """Elements of one rank's gradient shards."""
-        return sum(plan.shard_size for plan, trains in zip(self.plans, self.trainable, strict=True) if trains)
+    def master_bytes(self) -> int:
+        """Bytes of one rank's shards."""
+        return sum(plan.shard_size * size for plan, size in zip(self.plans, self.itemsizes, strict=True))
+
+    @cached_property
+    def grad_bytes(self) -> int:
+        """Bytes of one rank's gradient shards."""
+        each = zip(self.plans, self.trainable, self.itemsizes, strict=True)
+        return sum(plan.shard_size * size for plan, trains, size in each if trains)
 
     @cached_property
     def trained(self) -> int:
@@ -75,6 +82,7 @@ class PlannedBucket(NamedTuple):
 
     runs: list[Run]
     exchange: Exchange | None
+    offloaded: bool  # its state is brought to the device for the step
 
     @property
     def rule(self) -> Any:
@@ -107,11 +115,14 @@ class Blueprint:
     units: list[PlannedUnit]  # the root first, then the layers in the order of forward
     routing: Routing
     num_ranks: int
+    in_backward: bool  # whether each unit is stepped by itself
+    offloaded: bool  # whether state is held in host memory
     ep: int  # ranks that deal the experts; 1: every rank has a shard of all
     stacks: tuple[nn.Module, ...]  # of dealt experts
 
     def __init__(self, trainer: Trainer, num_ranks: int) -> None:
         self.num_ranks, self.routing, self.rules = num_ranks, trainer.routing, trainer.rules
+        self.in_backward, self.offloaded = trainer.config.step_in_backward, trainer.engine["offload_state"]
         self._model, self.ep = trainer.model, trainer.parallelism.ep
         self.stacks = _dealt_stacks(trainer) if self.ep > 1 else ()
         self._params: dict[str, nn.Parameter] = dict(trainer.model.named_parameters())
@@ -136,14 +147,16 @@ class Blueprint:
         """Returns the same model shared by another number of ranks."""
         other = Blueprint.__new__(Blueprint)
         other.num_ranks, other.routing, other.rules = num_ranks, self.routing, self.rules
+        other.in_backward, other.offloaded = self.in_backward, self.offloaded
         other.ep, other.stacks = self.ep, self.stacks
         other._model, other._params = self._model, self._params
         other._preview()
         return other
 
     def _unit(self, name: str, plans: Sequence[SegmentPlan], parts: Sequence[int]) -> PlannedUnit:
-        trainable = tuple(self._params[plan.tensors[0].name].requires_grad for plan in plans)
-        return PlannedUnit(name, tuple(plans), trainable, tuple(parts))
+        firsts = [self._params[plan.tensors[0].name] for plan in plans]
+        trainable, itemsizes = tuple(p.requires_grad for p in firsts), tuple(p.itemsize for p in firsts)
+        return PlannedUnit(name, tuple(plans), trainable, itemsizes, tuple(parts))
 
     @property
     def root(self) -> PlannedUnit:
@@ -176,7 +189,8 @@ class Blueprint:
         groups = {parts: SimpleNamespace() for parts in (1, self.ep)}
         for unit in self.units:
             for plan, trains, parts in zip(unit.plans, unit.trainable, unit.parts, strict=True):
-                shard = torch.empty(plan.shard_size, device="meta")
+                dtype = self._params[plan.tensors[0].name].dtype
+                shard = torch.empty(plan.shard_size, dtype=dtype, device="meta")
                 group = groups[parts] if plan.num_ranks > 1 else None
                 master: Any = SimpleNamespace(rank=rank // parts, group=group, local=shard)
                 segment = Segment(plan, [], master, trains)
@@ -198,8 +212,19 @@ class Blueprint:
         """Returns what travels together in the step of ``rank``, in order."""
         if rank not in self._buckets:
             owners = self._dealt.owners
-            self._buckets[rank] = [PlannedBucket(runs, exchange_of(runs, owners)) for runs in together(self.runs(rank))]
+            packed = [runs for stepped in self._stepped(rank) for runs in together(stepped)]
+            self._buckets[rank] = [PlannedBucket(runs, exchange_of(runs, owners), self.offloaded) for runs in packed]
         return self._buckets[rank]
+
+    def _stepped(self, rank: int) -> list[list[Run]]:
+        """The runs of each call of ``Optimizer.step``: one of all, or one of each unit."""
+        if not self.in_backward:
+            return [self.runs(rank)]
+        names = {tensor.name: unit.name for unit in self.units for plan in unit.plans for tensor in plan.tensors}
+        found: dict[str, list[Run]] = {}
+        for run in self.runs(rank):
+            found.setdefault(names[run.names[0]], []).append(run)
+        return list(found.values())
 
     @cached_property
     def lattices(self) -> list[tuple[Run, int, Lattice]]:
@@ -307,6 +332,17 @@ class Blueprint:
     def worst_rank(self) -> int:
         """The rank that holds the most: state, and what it receives and assembles in a step."""
         return int((self.state + 2 * self.exchanged[:, 1]).argmax())
+
+    def held(self) -> str:
+        """Returns in one line what the rank that has the most state holds at the end of backward, in bytes."""
+        masters, grads = (sum(getattr(unit, of) for unit in self.units) for of in ("master_bytes", "grad_bytes"))
+        rank = int(self.state.argmax())
+        state = sum(state_by_kind(self.runs(rank)).values())
+        where, grads = " in host memory" if self.offloaded else "", 0 if self.in_backward else grads
+        return (
+            f"bytes of a rank: {masters:,} of parameters, {grads:,} of gradients, {state:,} of optimizer "
+            f"state{where} (rank {rank}, which has the most)"
+        )
 
     def describe(self) -> str:
         """Returns the plan of every unit; those with equal plans once, with how many there are of each."""

@@ -11,7 +11,8 @@ that a block that fails takes the step back: half the traffic of writing it anew
 
 Blocks of b x b lie interleaved in a matrix, so each is copied out and its direction back; where a block is all of its
 granule (a matrix, an expert, a head) it is a view. On the CPU each block is computed by itself, since libraries choose
-kernels, hence bits, by the size of a batch; elsewhere equal blocks are one batch.
+kernels, hence bits, by the size of a batch; elsewhere equal blocks are one batch, and a rule that takes unequal ones
+where they lie is given all of a run.
 """
 
 from __future__ import annotations
@@ -65,6 +66,11 @@ class Job(NamedTuple):
         """Of the block, as long as the parameter's."""
         return (1,) * self.lead + window_shape(self.window)
 
+    @property
+    def is_a_run(self) -> bool:
+        """Whether the block lies in one piece: it is all of its granule."""
+        return window_shape(self.window) == tuple(self.box)
+
 
 class Write(NamedTuple):
     """Block state that waits for the step to succeed."""
@@ -92,7 +98,9 @@ class Bucket:
             for i in self.exchange.mine:
                 cut = self.exchange.crossings[i]
                 self.arriving[i] = _jobs(cut.run, runs[cut.run], cut.member, cut.granule, 0)
-        self.in_place: tuple[str, ...] = getattr(self.rule, "in_place", ())
+        self.jobs = [*self.kept, *(job for of in self.arriving.values() for job in of)]
+        self.in_place = self._batched and hasattr(self.rule, "blocks_in_place") and all(j.is_a_run for j in self.jobs)
+        self.guarded: tuple[str, ...] = getattr(self.rule, "state_in_place", ())
         self._shapes: dict[tuple[int, ...], dict[str, torch.Size]] = {}  # of state, by the shape of its block
         self.may_skip = False  # a device flag says whether this step is taken
         self.payloads: list[tuple[torch.Tensor, ...]] = []
@@ -174,13 +182,17 @@ class Bucket:
 
     # --- blocks ---
 
+    @property
+    def _batched(self) -> bool:
+        return self.runs[0].steps.device.type != "cpu"
+
     def _batches(self, jobs: Sequence[Job]) -> Iterable[list[Job]]:
-        """Blocks of one run and shape that do the same; on the CPU each alone."""
-        if self.runs[0].steps.device.type == "cpu":
+        """Blocks of one run and shape that do the same, or all of a run; on the CPU each alone."""
+        if not self._batched:
             return [[job] for job in jobs]
         found: dict[Any, list[Job]] = {}
         for job in jobs:
-            found.setdefault((job.run, job.shape, self._due(job)), []).append(job)
+            found.setdefault((job.run,) if self.in_place else (job.run, job.shape, self._due(job)), []).append(job)
         return found.values()
 
     def _due(self, job: Job) -> str | None:
@@ -193,20 +205,22 @@ class Bucket:
         return "again" if (begun + job.block) % getattr(self.rule, "refresh", 1) == 0 else None
 
     def _compute(self, rule: Any, jobs: Sequence[Job], flats: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        """Computes blocks of equal shape: directions into ``out``, new block state into ``writes``."""
+        """Computes blocks of equal shape, or in place: directions into ``out``, new block state into ``writes``."""
         run, shape = self.runs[jobs[0].run], jobs[0].shape
-        payloads = tuple(_gather([job.view(flat) for job in jobs], shape) for flat in flats)
         try:
-            direction = self._call(rule, run, jobs, payloads)
+            if self.in_place:
+                rule.blocks_in_place(flats, tuple((job.start, job.shape) for job in jobs), out)
+            else:
+                payloads = tuple(_gather([job.view(flat) for job in jobs], shape) for flat in flats)
+                for job, part in zip(jobs, self._call(rule, run, jobs, payloads), strict=True):
+                    target = job.view(out)
+                    target.copy_(part.view(target.shape))
         except Exception as problem:
             names = ", ".join(dict.fromkeys(run.names[job.member] for job in jobs))
             blocks = f"block {jobs[0].block}" if len(jobs) == 1 else f"{len(jobs)} blocks"
             raise RuntimeError(
                 f"{names}: {type(rule).__name__}.block failed on {blocks} {shape}: {problem}"
             ) from problem
-        for job, part in zip(jobs, direction, strict=True):
-            target = job.view(out)
-            target.copy_(part.view(target.shape))
 
     def _call(self, rule: Any, run: Run, jobs: Sequence[Job], payloads: tuple[torch.Tensor, ...]) -> torch.Tensor:
         if not self.has_state:
@@ -223,7 +237,7 @@ class Bucket:
     def _guard(self, rows: Mapping[str, list[torch.Tensor]], state: dict[str, torch.Tensor]) -> list[str]:
         """Keeps what the rule is about to write in place, or has it write copies; returns the names of the copies."""
         copies = []
-        for name in self.in_place:
+        for name in self.guarded:
             if name not in rows:
                 continue
             row, held = rows[name][0], state[name]
@@ -244,11 +258,10 @@ class Bucket:
 
     def _room_aside(self) -> torch.Tensor:
         """Memory for the copies of all blocks; taken one by one, they would lie where blocks compute, in the cache."""
-        if not self.in_place or self.may_skip or self.runs[0].steps.device.type != "cpu":
+        if not self.guarded or self.may_skip or self._batched:
             return torch.empty(0)
         if self._num_aside is None:
-            jobs = [*self.kept, *(job for some in self.arriving.values() for job in some)]
-            shapes = [shape for job in jobs for name, shape in self._shapes_of(job).items() if name in self.in_place]
+            shapes = [of for job in self.jobs for name, of in self._shapes_of(job).items() if name in self.guarded]
             self._num_aside = sum(shape.numel() for shape in shapes)
         return torch.empty(self._num_aside)
 

@@ -1,47 +1,59 @@
 """Capacity: what a run needs at least and what this machine has, before anything is allocated; and what to say after.
 
-The least is what every rank holds between two steps, from the plan's numbers: its share of the masters and their
-gradients, float32, and of the optimizer's state. Activations and gathered units come on top, so a run that is refused
-could not have begun, while one that is let through may still be too large.
+The least is what every rank holds at the end of backward, from the plan's numbers: its share of the masters, of their
+gradients unless units are stepped in backward, and of the optimizer's state unless a GPU's is in the host's memory.
+Activations and gathered units come on top, so a run that is refused could not have begun, while one that is let through
+may still be too large.
 """
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from vescale.rule import Rules, state_bytes
+from vescale.stop import Stopped
 
 CGROUP = Path("/sys/fs/cgroup/memory.max")
+CPU_WORDS = (
+    "can't allocate memory"  # of the CPU's allocator, which raises a plain RuntimeError (c10/core/impl/alloc_cpu.cpp)
+)
 
 
-def least_bytes(named: Iterable[tuple[str, nn.Parameter]], rules: Rules, *, ranks: int) -> int:
-    """Returns the bytes that a rank holds between two steps, at least.
+def least_bytes(
+    named: Iterable[tuple[str, nn.Parameter]], rules: Rules, *, ranks: int, gradients: bool = True, state: bool = True
+) -> int:
+    """Returns the bytes that a rank holds at the end of backward, at least.
 
     Args:
         named: Parameters by name; they may be on the meta device.
         rules: Their optimizer.
         ranks: That share them.
+        gradients: Whether all gradients are there at a time.
+        state: Whether the optimizer's state is there.
     """
     params, total = dict(named), 0
     for routes in rules.route(params.items()).routes.values():
         for route in routes:
-            total += math.prod(route.shape) * (4 + 4) + state_bytes(route.rule, route.shape)
+            total += params[route.name].nbytes * (1 + gradients)
+            total += state_bytes(route.rule, route.shape) if state else 0
     return total // ranks
 
 
-def check(named: Iterable[tuple[str, nn.Parameter]], rules: Rules, *, ranks: int, device: torch.device) -> int:
-    """Returns the bytes that a rank holds at least, unless this machine has less.
+def check(
+    named: Iterable[tuple[str, nn.Parameter]], rules: Rules, *, ranks: int, device: torch.device, **held: bool
+) -> int:
+    """Returns the bytes that a rank holds at least, unless this machine has less; ``held`` is as for ``least_bytes``.
 
     Raises:
         ValueError: In one line, with both numbers.
     """
-    needed, there = least_bytes(named, rules, ranks=ranks), available_bytes(device)
+    needed, there = least_bytes(named, rules, ranks=ranks, **held), available_bytes(device)
     if needed > there:
         raise ValueError(refusal(needed, there, ranks=ranks))
     return needed
@@ -78,3 +90,25 @@ def exhausted(problem: BaseException, *, needed: int, device: torch.device) -> s
         f"out of memory ({first}); between steps the plan holds {needed / 2**30:,.1f} GiB a rank, {seen}: the rest are "
         "activations and gathered units: try trainer.micro_batch=1, model.checkpoint=full, or more ranks"
     )
+
+
+def is_shortage(problem: BaseException | None) -> bool:
+    """Returns whether memory ran out: of a GPU, of Python, or of torch on a CPU."""
+    if isinstance(problem, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(problem, RuntimeError) and CPU_WORDS in str(problem)
+
+
+@contextmanager
+def told(*, needed: int, device: torch.device) -> Iterator[None]:
+    """As a context, says in one line that memory ran out.
+
+    Raises:
+        Stopped: On the rank that ran out of memory alone.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as problem:
+        if not is_shortage(problem):
+            raise
+        raise Stopped(exhausted(problem, needed=needed, device=device)) from problem

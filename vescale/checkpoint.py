@@ -8,7 +8,7 @@
         .metadata             which tensor lies where
         record.json           what was trained: see vescale/record.py
         seal.json             extra values, and size and sha256 of every other file; written last
-      step_00000200.partial/  being written, or left by a run that was killed: never read, removed by the next run
+      step_00000200.5e1f0a.partial/   being written, or left by a kill: never read, removed by the next run
 
 The names in it are the parameters' plain names: ``model.<name>`` and ``optimizer.<name>.<state>``. They do not depend
 on the number of ranks, on units or on plans. ``vescale/saver.py`` writes them.
@@ -50,7 +50,7 @@ def newest(root: Path) -> Path | None:
 
 def whole(root: Path) -> list[Path]:
     """Returns the whole checkpoints below ``root``, by step."""
-    found = [path for path in root.glob("step_*") if path.name[5:].isdigit() and (path / SEAL).is_file()]
+    found = [path for path in root.glob("step_*") if path.name[5:].isdecimal() and (path / SEAL).is_file()]
     return sorted(found, key=step_of)
 
 

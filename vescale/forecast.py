@@ -6,6 +6,7 @@ what a program reads.
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import cached_property
 from typing import Any
 
@@ -13,6 +14,7 @@ from vescale import memory, traffic
 from vescale.advice import HSDP_RANKS, Facts, advise
 from vescale.blueprint import Blueprint, PlannedBucket, state_by_kind
 from vescale.live import Collective
+from vescale.logit_clip import clipped_weights, watched_heads
 from vescale.machine import Machine, exposed
 from vescale.memory import STAGES, Activations, Dtypes, Moment
 from vescale.owners import Load
@@ -63,6 +65,7 @@ class Forecast:
         self.blueprint = self._blueprints[self.stage]
         self.shard_ranks = self.blueprint.num_ranks
         self.replicas = num_ranks // self.shard_ranks
+        self.heads, self.logits = _clipped(trainer, self.blueprint)
         self.dtypes = Dtypes(self.parallelism.param_dtype.itemsize, self.parallelism.reduce_dtype.itemsize)
 
     def _batch(self) -> tuple[int, int, int]:
@@ -167,9 +170,10 @@ class Forecast:
             blueprint,
             self._activations(micro_batch or self.micro_batch),
             self.dtypes,
-            state=sum(state_by_kind(blueprint.runs(rank)).values()),
+            state=0 if blueprint.offloaded else sum(state_by_kind(blueprint.runs(rank)).values()),
             buckets=blueprint.buckets(rank),
             stage=stage,
+            logits=self.logits,
             micro_batches=micro_batches or self.micro_batches,
             regathers=self.parallelism.reshard_after_forward is not False,
             **options,
@@ -257,6 +261,7 @@ class Forecast:
             )
             | self._tokens(micro_batches)
             | traffic.step_collectives(buckets, dealt=self.blueprint.ep > 1)
+            | ({traffic.LOGITS: Counter({Collective("all_reduce", 4 * self.heads): 1})} if self.heads else {})
         )
 
     def _tokens(self, micro_batches: int) -> dict[str, Any]:
@@ -344,8 +349,8 @@ class Forecast:
 
     def _elementwise(self) -> float:
         """Seconds to read and write parameters, gradients and state once, on the worst rank."""
-        shard = sum(unit.trained_shard for unit in self.blueprint.units)
-        return (memory.MASTER * 3 * shard + 2 * sum(self.state.values())) / self.machine.memory_bandwidth
+        masters = sum(unit.grad_bytes for unit in self.blueprint.units)  # of those that are trained
+        return (3 * masters + 2 * sum(self.state.values())) / self.machine.memory_bandwidth
 
     def _stepping(self) -> float:
         """Seconds that the busiest rank computes in the optimizer's step."""
@@ -382,7 +387,8 @@ class Forecast:
         """Everything kept whole, at the price of padding; equal layers put equal blocks on the same ranks."""
         shard, work = self.blueprint.without_cuts()
         now = sum(unit.shard for unit in self.blueprint.units)
-        per_element = 2 * memory.MASTER + sum(self.state.values()) / now
+        held = sum(unit.master_bytes + unit.grad_bytes for unit in self.blueprint.units)
+        per_element = (held + sum(self.state.values())) / now
         return self._way(
             "kept",
             sent=0,
@@ -451,6 +457,7 @@ class Forecast:
         return [
             *self.assumptions,
             *self._of_experts(),
+            *self._of_sharing(),
             f"one rank a device, {machine.devices} devices a node, ranks of a group are neighbours",
             f"collectives are rings at the bandwidth and latency of recipes/machine/{machine.name}.yaml and keys that "
             "changed it; no congestion, no other traffic",
@@ -461,10 +468,19 @@ class Forecast:
             "bytes are of live tensors: fragmentation and what libraries allocate for themselves come out of the "
             "reserve",
             "activations as models/activations.py counts them: flash attention, norms in one kernel",
-            f"masters and gradients in float32; compute in {8 * self.dtypes.param} bits, reduction in "
+            f"masters and gradients in {self._master_bits} bits; compute in {8 * self.dtypes.param} bits, reduction in "
             f"{8 * self.dtypes.reduce} bits; textbook figures are Adam's with bf16 gradients",
             "evaluation, checkpoints and the two sums of a scalar that the trainer makes in a step are left out",
         ]
+
+    @property
+    def _master_bits(self) -> str:
+        sizes = {itemsize for unit in self.blueprint.units for itemsize in unit.itemsizes}
+        return " and ".join(str(8 * itemsize) for itemsize in sorted(sizes))
+
+    def _of_sharing(self) -> list[str]:
+        alone = "optimizer.share_replicas is left out: work and bytes of the step are those of a copy by itself"
+        return [alone] if self.trainer.engine["share_replicas"] else []
 
     def _of_experts(self) -> list[str]:
         ep = self.blueprint.ep
@@ -496,12 +512,13 @@ class Forecast:
                 state=state,
                 buckets=buckets,
                 stage=self.stage,
+                logits=self.logits,
                 micro_batches=micro_batches,
                 regathers=self.parallelism.reshard_after_forward is not False,
             )
         )
         said = traffic.total(self.calls(micro_batches, buckets).values())
-        parameters = memory.MASTER * sum(unit.shard for unit in self.blueprint.units)
+        parameters = sum(unit.master_bytes for unit in self.blueprint.units)
         return {
             "rank": rank,
             "micro_batches": micro_batches,
@@ -515,6 +532,18 @@ class Forecast:
             "peak": {"plan": peak, "seen": seen.peak, "agrees": abs(peak - seen.peak) <= TOLERANCE * seen.peak},
             "allocations": seen.allocations,
         }
+
+
+def _clipped(trainer: Trainer, blueprint: Blueprint) -> tuple[int, memory.LogitsKept | None]:
+    """Heads whose logits are clipped after a step, and what that takes on a rank."""
+    clip = trainer.logit_clip
+    if clip is None:
+        return 0, None
+    scaled = [projection.weight for _, of in clipped_weights(clip, trainer.model) for projection, _, _ in of]
+    shards = [plan.shard_size for unit in blueprint.units for plan in unit.plans]
+    factors = 4 * min(max(weight.numel() for weight in scaled), max(shards))
+    heads = watched_heads(clip, trainer.model)
+    return heads, memory.LogitsKept(nbytes=4 * heads, factors=factors)
 
 
 def _table(calls: Any) -> list[dict[str, Any]]:

@@ -79,10 +79,44 @@ def grad_norm(grads: Sequence[torch.Tensor], norm_type: float = 2.0, *, parts: S
         norm_type: Order of the norm, > 0.
         parts: ``part_of`` of each parameter, or None; empty: none has one.
     """
-    device = _local(grads[0]).device if grads else torch.device("cpu")
+    powers = {
+        groups: [_power(tensor, norm_type) for tensor in members]
+        for groups, members in _by_groups(grads, parts or [None] * len(grads)).items()
+    }
+    return _complete(powers, norm_type)
+
+
+class NormInParts:
+    """The joint 2-norm of gradients that are never there all at once: ``add`` some, and so on, then ``take`` the norm.
+
+    Every rank adds parameters of the same meshes. Nothing is communicated before ``take``, which no rank leaves out.
+    """
+
+    def __init__(self) -> None:
+        self._powers: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
+
+    @torch.no_grad()
+    def add(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Takes the gradients of ``parameters`` into account; they are not kept, and may be freed or changed."""
+        params = [param for param in parameters if param.grad is not None]
+        grads: list[torch.Tensor] = [param.grad for param in params]  # type: ignore[misc]
+        parts = [getattr(param, "part_of", None) for param in params]
+        for groups, members in _by_groups(grads, parts).items():
+            self._powers.setdefault(groups, []).extend(_power(tensor, 2.0) for tensor in members)
+
+    @torch.no_grad()
+    def take(self) -> torch.Tensor:
+        """Returns the norm of what was added since the last time, () float32, complete on every rank."""
+        powers, self._powers = self._powers, {}
+        return _complete(powers, 2.0)
+
+
+def _complete(powers: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]], norm_type: float) -> torch.Tensor:
+    """The norm of all ranks' gradients, from the powers of this rank's by the groups over which they add up."""
+    device = next((of[0].device for of in powers.values() if of), torch.device("cpu"))
     total = torch.zeros((), dtype=torch.float32, device=device)
-    for groups, members in _by_groups(grads, parts or [None] * len(grads)).items():
-        part = _combine([_power(tensor, norm_type) for tensor in members], norm_type)
+    for groups, members in powers.items():
+        part = _combine(members, norm_type)
         for group in groups:
             collectives.all_reduce(
                 part, op=dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM, group=group

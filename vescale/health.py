@@ -102,6 +102,20 @@ class Health:
             self.norms[at] = math.nan if value is None else value
 
 
+def problems(state: dict[str, Any]) -> list[str]:
+    """Returns what keeps ``Health.load`` from taking ``state``, which a file may have changed; nothing if it can."""
+    norms, skipped, found = state.get("norms", []), state.get("skipped", 0), []
+    if not (isinstance(norms, list) and len(norms) in (0, WINDOW) and all(map(_is_norm, norms))):
+        found.append(f"norms: expected none, or a norm or null of each of {WINDOW} steps")
+    if type(skipped) is not int or skipped < 0:
+        found.append(f"skipped: expected a number of steps >= 0, got {skipped!r}")
+    return found
+
+
+def _is_norm(value: Any) -> bool:
+    return value is None or (type(value) in (int, float) and 0 <= value < math.inf)
+
+
 def first_bad(model: nn.Module, forward_backward: Callable[[], Any]) -> str:
     """Runs a step again and says where it stops being finite; every rank gets the lowest rank's answer that has one.
 

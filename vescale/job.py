@@ -20,7 +20,11 @@ POSITIVE_OR_NULL = (
     "peak_tflops",
 )
 
-QK_CLIP = "qk_clip"  # the one key of ``optimizer`` that is no group
+QK_CLIP = "qk_clip"  # a key of ``optimizer`` that is no group ...
+ENGINE = ("share_replicas", "offload_state")  # ... nor are these, which are options of ``Optimizer``
+
+# What ``step_in_backward`` cannot be had with: each needs every gradient before the first step.
+AFTER_BACKWARD = {"max_grad_norm": None, "skip_non_finite": 0, "spike": None, "deterministic": False}
 
 
 @runtime_checkable
@@ -74,6 +78,9 @@ class TrainerConfig:
         keep_every: Checkpoints of steps that are multiples of this stay too; None: no others.
         skip_non_finite: Steps in a row whose loss or gradient is not finite that are left out; one more ends the run.
         spike: A step whose gradient norm exceeds this many running medians is left out; None: none is.
+        step_in_backward: Step each layer's parameters, and free their gradients, as soon as these are reduced; nothing
+            that waits for every gradient can be had with it, clipping and skipping steps that is. Micro-batches before
+            the last keep whole gradients.
         deterministic: The bits do not depend on the number of ranks: see vescale/deterministic.py for what it costs.
         gc_every: Steps between two collections of Python's garbage, on all ranks together.
         hang_timeout_s: Seconds without a step, after the first, that end a run that hangs; None: it is not watched.
@@ -102,6 +109,7 @@ class TrainerConfig:
     keep_every: int | None = None
     skip_non_finite: int = 0
     spike: float | None = None
+    step_in_backward: bool = False
     deterministic: bool = False
     gc_every: int = 50
     hang_timeout_s: float | None = 600.0
@@ -125,6 +133,9 @@ class TrainerConfig:
             problems.append(f"clip_policy: expected one of {', '.join(CLIP_POLICIES)}, got {self.clip_policy!r}")
         if self.deterministic and self.clip_policy != "all":
             problems.append(f"clip_policy: expected all with deterministic, got {self.clip_policy!r}")
+        others = {name: getattr(self, name) for name, value in AFTER_BACKWARD.items() if getattr(self, name) != value}
+        if self.step_in_backward and others:
+            problems.append(f"step_in_backward: expected {_yaml(AFTER_BACKWARD)}, got {_yaml(others)}: {_WAITS}")
         if self.skip_non_finite < 0:
             problems.append(f"skip_non_finite: expected a number of steps >= 0, got {self.skip_non_finite}")
         if self.profile is not None and not 1 <= self.profile[0] <= self.profile[1] <= self.steps:
@@ -166,7 +177,8 @@ class RunConfig:
         run_dir: The run's folder; a checkpoint in it is continued.
         model: The model.
         optimizer: ``{group: {"pattern": one glob or several, "rule": a rule}}``; the first match takes a parameter.
-            ``qk_clip``, where it stands among them, is no group but what clips attention logits after a step, or None.
+            ``qk_clip``, where it stands among them, is no group but what clips attention logits after a step, or None;
+            ``share_replicas`` and ``offload_state`` are those of ``vescale.Optimizer``.
         data: The tokens.
         parallelism: How the ranks share the model.
         trainer: How long and how often.
@@ -175,7 +187,8 @@ class RunConfig:
         world_size: Ranks of a dry run; None: this job's.
 
     Raises:
-        ValueError: If a group has other keys, or ``world_size`` is out of range or of no dry run.
+        ValueError: If there is no group or one has other keys, logits are to be clipped with ``step_in_backward``, or
+            ``world_size`` is out of range or of no dry run.
     """
 
     name: str
@@ -197,6 +210,17 @@ class RunConfig:
         ]
         if self.logit_clip is not None and not hasattr(self.logit_clip, "factors"):
             problems.append(f"optimizer.qk_clip: expected null or a clip of logits, got {self.logit_clip!r}")
+        elif self.logit_clip is not None and self.trainer.step_in_backward:
+            problems.append(
+                f"trainer.step_in_backward: expected optimizer.qk_clip=null, got a clip of logits: {_WAITS}"
+            )
+        if not self._groups:
+            problems.append("optimizer: expected a group at least: a name with pattern and rule")
+        problems += [
+            f"optimizer.{name}: expected true or false, got {value!r}"
+            for name, value in self.engine.items()
+            if not isinstance(value, bool)
+        ]
         if self.world_size is not None and not self.dry_run:
             problems.append("world_size: only dry_run=true takes it; torchrun says how many ranks a run has")
         if self.world_size is not None and self.world_size < 1:
@@ -219,8 +243,21 @@ class RunConfig:
         return self.optimizer.get(QK_CLIP)
 
     @property
+    def engine(self) -> dict[str, bool]:
+        """Further arguments of ``vescale.Optimizer``."""
+        return {name: self.optimizer.get(name, False) for name in ENGINE}
+
+    @property
     def _groups(self) -> dict[str, Any]:
-        return {name: group for name, group in self.optimizer.items() if name != QK_CLIP}
+        return {name: group for name, group in self.optimizer.items() if name not in (QK_CLIP, *ENGINE)}
+
+
+_WAITS = "each waits for every gradient, when units have been stepped"
+
+
+def _yaml(values: Mapping[str, Any]) -> str:
+    """Values as a command line takes them."""
+    return ", ".join(f"{name}={'null' if value is None else str(value).lower()}" for name, value in values.items())
 
 
 def _is_group(group: Any) -> bool:

@@ -106,6 +106,19 @@ def clipped_weights(clip: Clip, model: nn.Module) -> list[tuple[Any, Sequence[An
     return [(attention, attention.logit_weights()) for attention in found]
 
 
+def watched_heads(clip: Clip, model: nn.Module) -> int:
+    """Returns the heads of all attentions of a model, also of one on the meta device.
+
+    Raises:
+        ValueError: As ``clipped_weights``.
+    """
+    heads = 0
+    for attention, _ in clipped_weights(clip, model):
+        attention.watch_logits()
+        heads, attention.max_logit = heads + attention.max_logit.numel(), None
+    return heads
+
+
 def looks_at_logits(model: nn.Module) -> bool:
     """Returns whether a ``LogitClip`` follows a model's logits."""
     return any(getattr(module, "max_logit", None) is not None for module in model.modules())

@@ -18,14 +18,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import torch
+
 from vescale.blueprint import Blueprint, PlannedBucket, PlannedUnit
 from vescale.planner import SegmentPlan
 
-MASTER = 4  # bytes of an element of masters and gradients: float32
 STAGES = (0, 1, 2, 3)
 # Bytes per element of a block that a rule holds while it computes one: Newton-Schulz on a wide matrix in bf16 with its
 # float32 norm; measured by `simulate=true`, and never the peak of a model of many layers.
 WORKSPACE = 16
+# The same of a parameter that is rounded to bfloat16: itself and random bits in 32, and what hashing makes of these.
+ROUNDING = 24
 
 
 class LayerActivations(Protocol):
@@ -100,7 +103,7 @@ def resident(blueprint: Blueprint, dtypes: Dtypes, *, state: int, stage: int) ->
         state: Bytes of optimizer state on this rank.
         stage: ZeRO stage.
     """
-    parts = {"parameters": MASTER * sum(unit.shard for unit in blueprint.units), "optimizer state": state}
+    parts = {"parameters": sum(unit.master_bytes for unit in blueprint.units), "optimizer state": state}
     if stage < 3 and gathered(blueprint.units, dtypes):
         parts["parameters, gathered"] = gathered(blueprint.units, dtypes)
     return parts
@@ -113,22 +116,29 @@ def gradients(blueprint: Blueprint, dtypes: Dtypes, *, stage: int, reduced: bool
         blueprint: Of the ranks that share a copy; at stage 0 of one rank.
         dtypes: Of compute and of reduction.
         stage: ZeRO stage.
-        reduced: After the last micro-batch; before it stages 0 and 1 accumulate them whole, in ``dtypes.reduce``.
+        reduced: After the last micro-batch; before it stages 0 and 1, and 3 where each reduction is a step, accumulate
+            them whole, in ``dtypes.reduce``.
     """
-    if stage < 2 and not reduced:
+    if _stay_whole(blueprint, stage) and not reduced:
         return dtypes.reduce * sum(unit.trained for unit in blueprint.units)
-    return MASTER * sum(unit.trained_shard for unit in blueprint.units)
+    return sum(unit.grad_bytes for unit in blueprint.units)
 
 
-def copies(plan: SegmentPlan, dtypes: Dtypes) -> bool:
-    """Whether gathered parameters are other bytes than the masters: not on one rank that computes with these."""
-    return plan.num_ranks > 1 or dtypes.param != MASTER
+def _stay_whole(blueprint: Blueprint, stage: int) -> bool:
+    """Whether micro-batches before the last leave gradients whole."""
+    return stage < 2 or (stage == 3 and blueprint.in_backward)
+
+
+def copies(plan: SegmentPlan, dtypes: Dtypes, itemsize: int) -> bool:
+    """Whether gathered parameters are other bytes than the masters, of ``itemsize`` bytes an element: not on one rank
+    that computes with these."""
+    return plan.num_ranks > 1 or dtypes.param != itemsize
 
 
 def gathered(units: Iterable[PlannedUnit], dtypes: Dtypes) -> int:
     """Returns the bytes of units whose parameters are gathered."""
-    plans = (plan for unit in units for plan in unit.plans)
-    return dtypes.param * sum(plan.numel for plan in plans if copies(plan, dtypes))
+    pairs = (pair for unit in units for pair in zip(unit.plans, unit.itemsizes, strict=True))
+    return dtypes.param * sum(plan.numel for plan, itemsize in pairs if copies(plan, dtypes, itemsize))
 
 
 def moments(
@@ -142,6 +152,7 @@ def moments(
     micro_batches: int = 1,
     regathers: bool = True,
     recomputed: bool | None = None,
+    logits: LogitsKept | None = None,
 ) -> Iterator[Moment]:
     """Yields the moments of a step that may be its worst.
 
@@ -155,6 +166,7 @@ def moments(
         micro_batches: In a step; from the second on gradients are there before backward begins.
         regathers: Whether layers free their parameters after forward.
         recomputed: Whether layers are computed again in backward; None: as the activations say.
+        logits: Of attention that is clipped after the step; None: of none.
 
     Raises:
         NotImplementedError: If the activations are of another number of layers than the units.
@@ -165,17 +177,24 @@ def moments(
             f"activations of {len(activations.layers)} layers for a model of {len(layers)} units beside the root"
         )
     always = resident(blueprint, dtypes, state=state, stage=stage)
+    always |= {} if logits is None else {"largest logits": logits.nbytes}
     earlier = {"gradients": gradients(blueprint, dtypes, stage=stage, reduced=False)} if micro_batches > 1 else {}
     base = always | earlier
     again = activations.recomputed if recomputed is None else recomputed
-    step = _Step(blueprint, activations, dtypes, stage, micro_batches > 1, regathers, again)
+    blocks = {"blocks of the optimizer": step_bytes(buckets)}
+    stepping = blocks if blueprint.in_backward else {}
+    step = _Step(blueprint, activations, dtypes, stage, micro_batches > 1, regathers, again, stepping)
     yield Moment("loss", base | step.loss())
     yield Moment("backward of the head", base | step.head())
     for index in reversed(range(len(layers))):
         yield Moment(f"backward of {layers[index].name}", base | step.layer(index))
     yield Moment("backward of the embedding", base | step.embedding())
-    grads = {"gradients": gradients(blueprint, dtypes, stage=stage, reduced=True)}
-    yield Moment("optimizer step", always | grads | {"blocks of the optimizer": step_bytes(buckets)})
+    last = (
+        blueprint.root.grad_bytes if blueprint.in_backward else gradients(blueprint, dtypes, stage=stage, reduced=True)
+    )
+    yield Moment("optimizer step", always | {"gradients": last} | blocks)
+    if logits is not None:
+        yield Moment("clip of logits", always | {"gradients": last, "factors of rows": logits.factors})
 
 
 class _Step(NamedTuple):
@@ -188,6 +207,7 @@ class _Step(NamedTuple):
     accumulating: bool
     regathers: bool
     recomputed: bool
+    stepping: dict[str, int]  # what the step of a unit takes while backward goes on
 
     def loss(self) -> dict[str, int]:
         kept = [] if self.regathers else self.blueprint.layers
@@ -254,11 +274,20 @@ class _Step(NamedTuple):
         }
         if self.stage == 3:
             parts["gathered units"] = gathered((self.blueprint.root, *whole), self.dtypes)
-        if self.stage > 1 or not self.accumulating:  # else all of them are there, from the micro-batch before
+        if not (self.accumulating and _stay_whole(self.blueprint, self.stage)):  # else all are there, from before
             parts["gradients in flight"] = self.dtypes.reduce * sum(unit.trained for unit in written)
+        if self.blueprint.in_backward:
+            done = done[:1]  # the others are stepped, and their gradients gone
         if not self.accumulating:
-            parts["gradients"] = MASTER * sum(unit.trained_shard for unit in done)
-        return parts
+            parts["gradients"] = sum(unit.grad_bytes for unit in done)
+        return parts | (self.stepping if done else {})
+
+
+class LogitsKept(NamedTuple):
+    """What clipping attention logits takes on one rank, in bytes."""
+
+    nbytes: int  # the largest logit of each head of every layer, and of an all-reduce of them
+    factors: int  # of the rows of a projection, one for each element here
 
 
 def step_bytes(buckets: Sequence[PlannedBucket]) -> int:
@@ -290,19 +319,20 @@ class _BucketBytes(NamedTuple):
     incoming: int  # parts received as an owner
     owned: int  # cut granules assembled here
     kept: int  # state as it was, and block state as it will be, until the bucket is applied
-    workspace: int  # of the rule while it computes its largest block
+    workspace: int  # of the rule while it computes its largest block, or rounds its largest run
 
 
 _NOTHING = _BucketBytes(0, 0, 0, 0, 0, 0, 0)
 
 
 def _bucket_bytes(bucket: PlannedBucket) -> _BucketBytes:
-    if not bucket.largest:
-        return _NOTHING
-    wire, exchange = bucket.rule.wire_dtype.itemsize, bucket.exchange
     lengths = [run.stop - run.start for run in bucket.runs]
-    owned = [exchange.crossings[i] for i in exchange.mine] if exchange else []
     before = sum(value.nbytes for run in bucket.runs for value in run.state.values())
+    rounding = ROUNDING * max(lengths) if getattr(bucket.rule, "param_dtype", torch.float32) is torch.bfloat16 else 0
+    if not bucket.largest:
+        return _NOTHING._replace(kept=before if bucket.offloaded else 0, workspace=rounding)
+    wire, exchange = bucket.rule.wire_dtype.itemsize, bucket.exchange
+    owned = [exchange.crossings[i] for i in exchange.mine] if exchange else []
     after = sum(rows.nbytes for run in bucket.runs for of in run.blocks for rows in of.rows.values())
     return _BucketBytes(
         payload=wire * sum(lengths),
@@ -311,5 +341,5 @@ def _bucket_bytes(bucket: PlannedBucket) -> _BucketBytes:
         incoming=wire * sum(move.stop - move.start for move in exchange.incoming) if exchange else 0,
         owned=wire * sum(c.stop - c.start for c in owned),
         kept=before + after,
-        workspace=WORKSPACE * bucket.largest,
+        workspace=max(WORKSPACE * bucket.largest, rounding),
     )

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from vescale import collectives
 from vescale.bucket import Bucket, pack
 from vescale.counting import Counters
 from vescale.grad_norm import clip_grad_norm_
@@ -45,7 +46,8 @@ class Optimizer(torch.optim.Optimizer):
     """Steps every parameter by the rule that ``rules`` gives it.
 
     Each group of ``rules`` is one entry of ``param_groups``, with ``"name"`` and the rule's hyperparameters, which may
-    be changed between steps (so torch's schedulers work). State exists from construction, for every parameter on every
+    be changed between steps (so torch's schedulers work): numbers or, of learning rate, decay and betas, 0-d tensors,
+    which are not read where they are on a device. State exists from construction, for every parameter on every
     rank, as ``RaggedTensor`` of the parameter's own cut.
 
     Args:
@@ -105,7 +107,7 @@ class Optimizer(torch.optim.Optimizer):
             for run in runs_of(group, rules.groups[group["name"]].rule, offload_state=offload_state)
         ]
         if share_replicas:
-            _check_sharing(self.runs)
+            check_sharing([(run.group, run.rule, run.num_replicas) for run in self.runs if hasattr(run.rule, "block")])
         self.dealt, self.counters, self.in_backward = (
             assign(self.runs, share_replicas=share_replicas),
             Counters(),
@@ -113,6 +115,8 @@ class Optimizer(torch.optim.Optimizer):
         )
         for run in self.runs:
             self._create_state(run)
+        if any(run.steps.device.type != "cpu" for run in self.runs):
+            warm_up(self.runs, share_replicas=share_replicas)
         self._units = list({id(run.home.unit): run.home.unit for run in self.runs if run.home}.values())
         self._programs: dict[tuple[tuple[int, int, int], ...], list[Bucket]] = {}
         self._failed = False  # a step raised here while other ranks may have taken it
@@ -249,7 +253,7 @@ class Optimizer(torch.optim.Optimizer):
     def _rule_now(self, group: dict[str, Any]) -> Any:
         """The rule with the numbers that the group holds now."""
         rule = self.rules.groups[group["name"]].rule
-        return dataclasses.replace(rule, **{key: _number(key, group[key]) for key in _hyperparameters(rule)})
+        return dataclasses.replace(rule, **{key: _number(group[key]) for key in _hyperparameters(rule)})
 
     def _program(self, runs: Sequence[Run]) -> list[Bucket]:
         """Buckets of those runs that have gradients, made once per set of such runs."""
@@ -398,11 +402,11 @@ def _summary(runs: Sequence[Run]) -> list[str]:
     return [*sizes, *(f"{n / 1e6:,.1f}" for n in ((elements - cut) * itemsize, cut * itemsize, state))]
 
 
-def _number(name: str, value: Any) -> Any:
-    """A hyperparameter as rules take it: 0-d tensors on the CPU are read, except ``lr``, which may be on the device."""
+def _number(value: Any) -> Any:
+    """A hyperparameter as rules take it: a 0-d tensor in host memory is read; one on a device never is."""
     if isinstance(value, list | tuple):
-        return type(value)(_number(name, item) for item in value)
-    is_read = isinstance(value, torch.Tensor) and value.ndim == 0 and value.device.type == "cpu" and name != "lr"
+        return type(value)(map(_number, value))
+    is_read = isinstance(value, torch.Tensor) and value.ndim == 0 and value.device.type == "cpu"
     return value.item() if is_read else value
 
 
@@ -467,18 +471,43 @@ def _check_parameters(named: Sequence[tuple[str, nn.Parameter]]) -> None:
             _check_contiguous(name, param)
 
 
-def _check_sharing(runs: Sequence[Run]) -> None:
-    """Refuses to share between copies that do not exist, or blocks whose state is where they are computed."""
-    blocks = [run for run in runs if hasattr(run.rule, "block")]
-    if not any(run.num_replicas > 1 for run in blocks):
+def warm_up(runs: Sequence[Run], *, share_replicas: bool) -> None:
+    """Makes the communicators that a step's exchanges take, in the order of ``runs``, which is every rank's.
+
+    A communicator is made by its first call, which waits for all its ranks. In the first step some would be late
+    (PrimeIntellect-ai/prime-rl #3490).
+    """
+    groups: dict[int, tuple[dist.ProcessGroup, torch.device]] = {}
+    for run in runs if dist.is_initialized() else ():
+        is_cut = hasattr(run.rule, "block") and any(run.boundary(index) for index in range(len(run.params)))
+        shared = run.replicas if share_replicas and hasattr(run.rule, "block") else None
+        for group in (run.process_group if is_cut else None, shared):
+            if group is not None:
+                groups.setdefault(id(group), (group, run.steps.device))
+    for group, device in groups.values():
+        sent, ones = torch.zeros(group.size(), device=device), [1] * group.size()
+        collectives.all_to_all(torch.empty_like(sent), sent, out_splits=ones, send_splits=ones, group=group)
+
+
+def check_sharing(blocks: Sequence[tuple[str, Any, int]]) -> None:
+    """Refuses to share between copies that do not exist, or blocks whose state is where they are computed.
+
+    Args:
+        blocks: What has blocks: its group, its rule, and copies of its parameters.
+
+    Raises:
+        ValueError: If there is one copy of everything.
+        NotImplementedError: For a rule with block state.
+    """
+    if not any(copies > 1 for _, _, copies in blocks):
         raise ValueError(
             "share_replicas: expected copies of parameters whose rule has blocks (a mesh of two axes, or ZeRO 0), "
             "got one copy"
         )
-    for run in blocks:
-        if hasattr(run.rule, "block_state"):
+    for group, rule, _ in blocks:
+        if hasattr(rule, "block_state"):
             raise NotImplementedError(
-                f"share_replicas: {type(run.rule).__name__} of group {run.group} keeps state where a block is "
+                f"share_replicas: {type(rule).__name__} of group {group} keeps state where a block is "
                 "computed, and every copy of the parameters has its own; leave share_replicas off for such a rule"
             )
 

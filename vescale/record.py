@@ -27,6 +27,7 @@ import torch.distributed.checkpoint as dcp
 from vescale import checkpoint
 from vescale.checkpoint import RANDOM, RECORD
 from vescale.checksum import checksum
+from vescale.keys import WATCHING, among, flat
 from vescale.saver import checksums
 
 PACKAGES = ("torch", "numpy", "triton", "wandb", "safetensors", "tokenizers")
@@ -178,7 +179,7 @@ def read(path: Path) -> dict[str, Any]:
 
 def differences(a: Mapping[str, Any], b: Mapping[str, Any], in_a: str, in_b: str) -> Iterator[str]:
     """Yields a line for each dotted key whose value differs; ``in_a`` and ``in_b`` name the two sides."""
-    left, right, nothing = _flat(a), _flat(b), "nothing"
+    left, right, nothing = flat(a), flat(b), "nothing"
     for key in sorted({*left, *right}):
         one, other = left.get(key, nothing), right.get(key, nothing)
         if one != other and not _both_nan(one, other):
@@ -189,17 +190,11 @@ def _both_nan(one: Any, other: Any) -> bool:
     return all(isinstance(value, float) and math.isnan(value) for value in (one, other))
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    for key, value in values.items():
-        out |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return out
-
-
 def explain(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     """Returns how two records differ: first what they mean together, then key by key."""
-    same = {key: a.get(key) == b.get(key) for key in ("weights", "optimizer", "config_sha256", "data", "git", "step")}
-    began = all(same[key] for key in ("config_sha256", "data", "git"))
+    same = {key: a.get(key) == b.get(key) for key in ("weights", "optimizer", "data", "git", "step")}
+    same["config"] = _numbers(a) == _numbers(b)
+    began = all(same[key] for key in ("config", "data", "git"))
     if same["weights"] and same["optimizer"]:
         verdict = "the weights and the optimizer's state are bit for bit the same"
     elif not same["step"]:
@@ -209,11 +204,18 @@ def explain(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
             "the same configuration, data and code, yet other weights: the ranks, the machine or the versions differ"
         )
     else:
-        causes = {"config_sha256": "configuration", "data": "data", "git": "code"}
+        causes = {"config": "configuration", "data": "data", "git": "code"}
         verdict = f"other weights, from another {' and '.join(w for key, w in causes.items() if not same[key])}"
     hidden = ("tensors", "config_sha256")
     shown = [{key: value for key, value in record.items() if key not in hidden} for record in (a, b)]
     return [verdict, *differences(shown[0], shown[1], "A", "B")]
+
+
+def _numbers(record: Mapping[str, Any]) -> Any:
+    """The settings that change numbers: two runs differ in their names and folders at least."""
+    if "config" not in record:
+        return record.get("config_sha256")
+    return {key: value for key, value in flat(record["config"]).items() if not among(key, WATCHING)}
 
 
 # --- the command ---

@@ -10,7 +10,8 @@
 A step waits for the copy alone. Nothing is communicated: every rank knows from the placements which pieces it writes,
 and the ranks' threads meet in the folder itself, where each leaves a ``part`` that says what it wrote. Rank 0 makes a
 checkpoint of them once all are there. A rank that dies leaves no part, so what was being written keeps its name
-``.partial`` and is never read.
+``.partial`` and is never read. The name has a mark of this run: a rank of a run before, stopped and not yet ended, can
+add nothing to it when it wakes up.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import dataclasses
 import math
 import os
 import pickle
+import secrets
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -83,6 +85,7 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._folder, self._failed = root, None
         self._given_up = threading.Event()
+        self._mark = checkpoint.from_rank_0(secrets.token_hex(3))
         if self.rank == 0:
             for left in root.glob(f"*{PARTIAL}"):
                 checkpoint.remove(left)
@@ -159,8 +162,13 @@ class Saver:
             pause = min(2 * pause, 1.0)
         if first is not None:
             if self.rank == 0:  # of a full disk, say: nobody writes there any more, and it makes room
-                checkpoint.remove(self._folder.with_name(self._folder.name + PARTIAL))
+                checkpoint.remove(self._partial)
             raise first
+
+    @property
+    def _partial(self) -> Path:
+        """Where the checkpoint is while it is being written."""
+        return self._folder.with_name(f"{self._folder.name}.{self._mark}{PARTIAL}")
 
     # --- the copy ---
 
@@ -185,7 +193,7 @@ class Saver:
     # --- the thread ---
 
     def _run(self, staged: dict[str, torch.Tensor], facts: dict[str, Any]) -> None:
-        partial = self._folder.with_name(self._folder.name + PARTIAL)
+        partial = self._partial
         try:
             if self.rank == 0:
                 partial.mkdir(parents=True)

@@ -25,7 +25,10 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from vescale.backward_step import step_in_backward
+from vescale.grad_norm import NormInParts
 from vescale.live import Collective, LiveBytes
+from vescale.logit_clip import LogitClip
 from vescale.mesh import make_mesh
 from vescale.optimizer import Optimizer
 from vescale.rule import Rules
@@ -65,8 +68,8 @@ def simulate(trainer: Trainer, *, rank: int, num_ranks: int, micro_batch: int, m
 
     Raises:
         ValueError: If there is a process group already, or no such rank.
-        NotImplementedError: For a step that depends on values, as Shampoo's roots and dealt experts do, and for experts
-            in float32.
+        NotImplementedError: For a step that depends on values, as Shampoo's roots and dealt experts do, for experts in
+            float32, and for blocks that copies share.
     """
     if dist.is_initialized():
         raise ValueError("simulate: this process has a process group; simulate in a process of its own")
@@ -74,6 +77,8 @@ def simulate(trainer: Trainer, *, rank: int, num_ranks: int, micro_batch: int, m
         raise ValueError(f"rank: expected a number in [0, {num_ranks}), got {rank}")
     if trainer.parallelism.ep > 1:
         raise NotImplementedError(f"simulate: with ep={trainer.parallelism.ep} values decide how many tokens travel")
+    if trainer.engine["share_replicas"]:
+        raise NotImplementedError("simulate: optimizer.share_replicas=true is not planned yet")
     if hasattr(trainer.model_config, "num_experts_per_tok") and trainer.parallelism.param_dtype is not torch.bfloat16:
         raise NotImplementedError("simulate: torch's made-up grouped products are of bf16; use parallelism=zero3_bf16")
     _make_tables(trainer.rules)
@@ -105,8 +110,13 @@ def observe(trainer: Trainer, live: LiveBytes, *, micro_batch: int, micro_batche
     model.init_weights()
     held = live.now()
     parameters = held - sum(buffer.nbytes for buffer in model.buffers())
-    optimizer = Optimizer(model.named_parameters(), trainer.rules)
+    optimizer = Optimizer(model.named_parameters(), trainer.rules, **trainer.engine)
     state = live.now() - held
+    if trainer.logit_clip is not None:
+        LogitClip(trainer.logit_clip, model, optimizer)
+    norm = NormInParts() if trainer.config.step_in_backward else None
+    if norm is not None:
+        step_in_backward(model, optimizer, norm=norm)
     for run in optimizer.runs:
         if isinstance(run.begun, FakeTensor):  # what the host reads: whose turn it is, and the step of one parameter
             run.begun = np.zeros(run.begun.shape, dtype=np.int64)  # type: ignore[assignment]
@@ -119,9 +129,13 @@ def observe(trainer: Trainer, live: LiveBytes, *, micro_batch: int, micro_batche
             parameter.mul_(1)  # as a step does: below stage 3 it is why parameters are gathered again
     live.restart()
     for left in reversed(range(micro_batches)):
-        model.set_requires_gradient_sync(left == 0 or trainer.parallelism.zero >= 2)  # as the trainer does
+        each = norm is None and trainer.parallelism.zero >= 2
+        model.set_requires_gradient_sync(left == 0 or each)  # as the trainer does
         model(tokens, tokens).backward()
-    optimizer.clip_grad_norm_(trainer.config.max_grad_norm or math.inf, policy=trainer.config.clip_policy)
+    if norm is None:
+        optimizer.clip_grad_norm_(trainer.config.max_grad_norm or math.inf, policy=trainer.config.clip_policy)
+    else:
+        norm.take()
     optimizer.step()
     optimizer.zero_grad()
     return Observed(parameters, state, live.peak, live.allocations, live.collectives)

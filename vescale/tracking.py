@@ -254,9 +254,10 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     """Returns the row of a line, or None when it is not a whole row."""
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):  # the last, of brackets in brackets
         return None
-    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+    whole = isinstance(row, dict) and all(type(row.get(name)) is int for name in ("step", "tokens"))
+    return row if whole else None
 
 
 def _trim(path: Path, first_step: int) -> None:

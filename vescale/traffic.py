@@ -14,6 +14,7 @@ from vescale.memory import Dtypes, copies
 OVER_COPIES = "gradients, over copies"  # the line whose group is not the ranks that share a copy
 TOKENS = "tokens to experts and back"
 EXPERTS = ", experts"
+LOGITS = "largest logits"
 NORM = 4  # bytes of the gradient norm's square, summed over the ranks by clip_grad_norm_
 _SHARED = ("parameters, forward", "parameters, backward", "gradients")
 
@@ -47,7 +48,8 @@ def model_collectives(
 ) -> dict[str, Counter[Collective]]:
     """Returns the collectives of forward and backward, as ``fully_shard`` calls them in a step.
 
-    Stages 0 to 2 gather once after the step, 0 and 1 reduce after the last micro-batch alone. A group of one rank is
+    Stages 0 to 2 gather once after the step; 0 and 1, and 3 where each reduction is a step, reduce after the last
+    micro-batch alone. A group of one rank is
     called too, and moves nothing. Dealt experts have lines of their own, which end with ``EXPERTS``.
 
     Args:
@@ -61,12 +63,13 @@ def model_collectives(
     lines: dict[str, Counter[Collective]] = {
         what + whose: Counter() for whose in ("", EXPERTS) for what in (*_SHARED, OVER_COPIES)
     }
-    gathers, reduces = (micro_batches if stage == 3 else 1), (micro_batches if stage > 1 else 1)
+    reduces_each = stage == 2 or (stage == 3 and not blueprint.in_backward)
+    gathers, reduces = (micro_batches if stage == 3 else 1), (micro_batches if reduces_each else 1)
     for unit in blueprint.units:
         again = (unit is not blueprint.root) if regathers is None else regathers
-        for plan, trains, parts in zip(unit.plans, unit.trainable, unit.parts, strict=True):
+        for plan, trains, itemsize, parts in zip(unit.plans, unit.trainable, unit.itemsizes, unit.parts, strict=True):
             whose = EXPERTS if parts > 1 else ""
-            if copies(plan, dtypes):
+            if copies(plan, dtypes, itemsize):
                 gathered = Collective("all_gather", plan.numel * dtypes.param)
                 lines["parameters, forward" + whose][gathered] += gathers
                 lines["parameters, backward" + whose][gathered] += micro_batches * again if stage == 3 else 0

@@ -12,52 +12,23 @@ import io
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import time
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from vescale.keys import SPREADING, WATCHING, among, flat
 from vescale.resolve import choices, resolve
 
 if TYPE_CHECKING:
     from vescale.trainer import Trainer
 
-# Keys that watch a run without changing a number in it: they name no run, and may differ on resume.
-WATCHING: tuple[str, ...] = (
-    "name",
-    "run_dir",
-    "dry_run",
-    "world_size",
-    "tracking",
-    "trainer.log_every",
-    "trainer.eval_every",
-    "trainer.eval_sequences",
-    "trainer.save_every",
-    "trainer.keep",
-    "trainer.keep_every",
-    "trainer.gc_every",
-    "trainer.hang_timeout_s",
-    "trainer.profile",
-    "trainer.memory_snapshot",
-    "trainer.peak_tflops",
-    "trainer.export",
-)
-# Keys that may differ on resume too: how far to go, and how the same sums are spread over ranks (equal to rounding, not
-# bit for bit).
-SPREADING: tuple[str, ...] = (
-    "trainer.steps",
-    "trainer.micro_batch",
-    "parallelism.dp_shard",
-    "parallelism.ep",
-    "parallelism.zero",
-    "parallelism.reshard_after_forward",
-    "parallelism.max_padding",
-)
 CHECK = "--check"  # answers whether a command would be refused, and runs nothing
 # Characters of a run's name before it is cut and told apart by a hash; most file systems stop at 255.
 LONGEST_NAME = 120
@@ -238,18 +209,14 @@ def _name_run(config: dict[str, Any], recipe: str | None, overrides: Sequence[st
 def default_name(recipe: str | None, overrides: Sequence[str]) -> str:
     """Returns the recipe and whatever else the command line changed that changes numbers.
 
-    `llama_debug_muon,optimizer=adamw`.
+    `llama_debug_muon-optimizer_adamw`: letters, digits and `-_.`, which mean nothing to a shell or to Hydra.
     """
     changes = sorted(o.lstrip("+~") for o in overrides)
-    kept = [change for change in changes if not _among(change.partition("=")[0], ("recipe", *WATCHING))]
-    name = ",".join([recipe or "train", *kept]).translate({ord(c): "_" for c in "/\\ \t'\""})
+    kept = [change for change in changes if not among(change.partition("=")[0], ("recipe", *WATCHING))]
+    name = re.sub(r"[^\w.-]+", "_", "-".join([recipe or "train", *kept]), flags=re.ASCII)
     if len(name) > LONGEST_NAME:
         name = f"{name[: LONGEST_NAME - 9]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
     return name
-
-
-def _among(key: str, keys: Iterable[str]) -> bool:
-    return any(key == k or key.startswith(k + ".") for k in keys)
 
 
 def check_same_run(config: Mapping[str, Any]) -> None:
@@ -271,20 +238,12 @@ def check_same_run(config: Mapping[str, Any]) -> None:
     told = [
         f"{key} was {old.get(key, missing)}, now {new.get(key, missing)}"
         for key in sorted({*old, *new})
-        if old.get(key, missing) != new.get(key, missing) and not _among(key, WATCHING + SPREADING)
+        if old.get(key, missing) != new.get(key, missing) and not among(key, WATCHING + SPREADING)
     ]
     if told:
         raise ValueError(
             f"{folder} holds a run of another configuration: {'; '.join(told)}; give this run its own name=..."
         )
-
-
-def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Returns nested settings as one dictionary with dotted keys."""
-    out: dict[str, Any] = {}
-    for key, value in config.items():
-        out |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return out
 
 
 # --- the command ---
@@ -369,12 +328,16 @@ def _run(argv: Sequence[str]) -> int:
 
 def _train(trainer: Trainer) -> int:
     """Runs; what stops a run is one line, and a mistake of the program is a traceback."""
+    from vescale.capacity import is_shortage
     from vescale.stop import Stopped
 
     try:
         trainer.run()
     except Stopped as stopped:
-        return _fail(str(stopped), stopped.code)
+        short = is_shortage(stopped.__cause__)  # the other ranks may have had enough
+        if short:
+            _show_plan(trainer)
+        return _fail(str(stopped), stopped.code, anyone=short)
     except (ValueError, OSError, NotImplementedError) as problem:  # of the data, a folder or a disk, on this rank
         return _fail(" ".join(str(problem).split()), 1, anyone=True)
     except RuntimeError as problem:
@@ -383,6 +346,15 @@ def _train(trainer: Trainer) -> int:
         time.sleep(1)  # seconds, for the rank whose failure this is to speak first
         return _fail("another rank has ended; the same command goes on from the newest checkpoint", 1, anyone=True)
     return 0
+
+
+def _show_plan(trainer: Trainer) -> None:
+    """Prints where the plan has a rank's memory, unless there is not even enough for that."""
+    from vescale.mesh import world_size
+    from vescale.shortage import table
+
+    with suppress(Exception):  # the line that follows is worth more
+        print(table(prepare(trainer.settings), ranks=world_size()), file=sys.stderr, flush=True)
 
 
 def _is_of_another_rank(problem: RuntimeError) -> bool:
@@ -415,12 +387,16 @@ def describe(trainer: Trainer, world: int) -> str:
         ValueError: If such a run would be refused.
     """
     from vescale.blueprint import Blueprint
+    from vescale.logit_clip import watched_heads
 
     trainer.check_ranks(world)
     seq_len = trainer.data_config.seq_len
     total, flops = trainer.model_config.num_parameters(), trainer.model_config.flops_per_token(seq_len)
     size = f"{total:,} parameters, {flops:.4g} FLOPs per token at {seq_len} tokens, {world} rank{'s' * (world > 1)}"
-    return f"{trainer.routing}\n{size}\n{Blueprint(trainer, world).describe()}"
+    blueprint = Blueprint(trainer, trainer.parallelism.shard_ranks(world) if trainer.parallelism.zero else 1)
+    clip = trainer.logit_clip
+    logits = "" if clip is None else f", {4 * watched_heads(clip, trainer.model):,} of largest logits"
+    return f"{trainer.routing}\n{size}\n{blueprint.held()}{logits}\n{blueprint.describe()}"
 
 
 def _refuse(problem: Exception) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,18 +21,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from vescale import capacity, checkpoint, deterministic, record
+from vescale import capacity, checkpoint, deterministic, position, preflight, record
+from vescale.backward_step import step_in_backward
 from vescale.collectives import same_on_every_rank
-from vescale.data import Batch, Prefetch, Samples, num_labels
+from vescale.data import Batch, Prefetch, num_labels
+from vescale.evaluation import Evaluation, sum_over_ranks, to_device
 from vescale.feed import Feed
 from vescale.fsdp import fully_shard
 from vescale.garbage import Garbage
+from vescale.grad_norm import NormInParts
 from vescale.health import Health, first_bad
 from vescale.job import RunConfig, TrainerConfig
 from vescale.journal import Journal
 from vescale.logit_clip import LogitClip, clipped_weights
 from vescale.mesh import make_expert_mesh, make_mesh, pick_device, process_group, rank_of_job
-from vescale.optimizer import Optimizer
+from vescale.optimizer import Optimizer, check_sharing
 from vescale.peaks import known_peak
 from vescale.profile import Profile
 from vescale.run_lock import alone
@@ -62,7 +64,9 @@ class Trainer:
     micro_batches: int  # a rank's share of a step ...
     micro_size: int  # ... in sequences each
     optimizer: Optimizer
+    norm_in_backward: NormInParts | None  # of gradients that are stepped before backward ends; None: after it
     peaks: list[float]  # learning rate of each group as its rule states it; the groups hold scaled ones
+    complete: bool  # whether nothing is left to do, as far as sizes of files tell; set by ``check``
     step: int  # optimizer steps completed
     journal: Journal | None  # on rank 0
     loads: dict[str, Tensor]  # what the last step said of its experts
@@ -70,7 +74,7 @@ class Trainer:
 
     def __init__(self, run: RunConfig, *, settings: dict[str, Any]) -> None:
         self.config, self.parallelism, self.tracking, self.rules = run.trainer, run.parallelism, run.tracking, run.rules
-        self.logit_clip = run.logit_clip
+        self.logit_clip, self.engine = run.logit_clip, run.engine
         self.model_config, self.data_config, self.run_dir, self.settings = run.model, run.data, run.run_dir, settings
         self.step, self.journal, self.loads, self.lead = 0, None, {}, rank_of_job() == 0
         with torch.device("meta"):
@@ -101,27 +105,25 @@ class Trainer:
         """
         self.check_ranks(world)
         self.device = pick_device(self.config.device)
-        self.needed = capacity.check(self.model.named_parameters(), self.rules, ranks=world, device=self.device)
-        self._check_folder()
+        held = {
+            "gradients": not self.config.step_in_backward,
+            "state": self.device.type == "cpu" or not self.engine["offload_state"],
+        }
+        named = self.model.named_parameters()
+        self.needed = capacity.check(named, self.rules, ranks=world, device=self.device, **held)
         if self.config.memory_snapshot is not None and self.device.type != "cuda":
             raise ValueError(f"trainer.memory_snapshot: expected null on a {self.device.type}: CUDA alone records it")
         self.data = self.data_config.open()
-        self._check_data()
-        extra, path = self._extra_of_newest()
-        if path is not None:
-            missing = sorted({"step", "tokens", "data"} - extra.keys())
-            if missing:
-                raise ValueError(f"checkpoint {path} was not written by a trainer: it lacks {', '.join(missing)}")
-            self.data.check(extra["data"])
-        target = self.config.export
-        if target is not None and _occupied(Path(target)) and extra.get("step", 0) < self.config.steps:
-            raise ValueError(f"trainer.export: expected a new or empty folder, got {target}, which exists")
-
-    def _extra_of_newest(self) -> tuple[dict[str, Any], Path | None]:
-        """What the newest checkpoint says that has all its files; checksums are compared when the ranks are there."""
-        paths = checkpoint.whole(self.checkpoints)
-        path, extra, _ = checkpoint.newest_good(self.checkpoints, paths, checkpoint.read_extra)
-        return extra or {}, path
+        preflight.check_data(self.data, vocab_size=self.model_config.vocab_size)
+        at = position.newest(self.checkpoints, decides=self.lead)  # checksums are compared when the ranks are there
+        if at.path is not None:
+            self.data.check(at.extra["data"])
+        target, done = self.config.export, at.extra["step"] >= self.config.steps
+        if target is not None and not done:
+            preflight.check_export(Path(target))
+        self.complete = done and (target is None or preflight.occupied(Path(target)))
+        if not self.complete:
+            preflight.check_folder(self.run_dir)
 
     def check_ranks(self, world: int) -> None:
         """Raises for a number of ranks that cannot share the batch or the model.
@@ -138,21 +140,10 @@ class Trainer:
             )
             self.micro_batches, self.micro_size = batch // world, 1
         self.parallelism.check(world)
-
-    def _check_folder(self) -> None:
-        folder = self.run_dir.absolute()
-        there = next(path for path in (folder, *folder.parents) if path.exists())
-        if not (there.is_dir() and os.access(there, os.W_OK)):
-            raise ValueError(f"run_dir: {self.run_dir} cannot be made: {there} is no folder that can be written")
-
-    def _check_data(self) -> None:
-        problems, model = [], self.model_config
-        if self.data.vocab_size is not None and self.data.vocab_size > model.vocab_size:
-            problems.append(f"model.vocab_size={model.vocab_size}, but the data have {self.data.vocab_size} ids")
-        if not self.data.validations:
-            problems.append("data.val_fraction=0 leaves nothing to validate on")
-        if problems:
-            raise ValueError("; ".join(problems))
+        if self.engine["share_replicas"]:
+            copies = world // self.parallelism.shard_ranks(world) if self.parallelism.zero else world
+            routes = [(group, route.rule) for group, of in self.routing.routes.items() for route in of]
+            check_sharing([(group, rule, copies) for group, rule in routes if hasattr(rule, "block")])
 
     # --- the run ---
 
@@ -167,20 +158,20 @@ class Trainer:
                 that the last checkpoint does not fit on; or if another run is in its folder. Its message is one line.
         """
         record_collectives()
-        with (
-            self._tracked(),
-            process_group(self.device),
-            alone(self.run_dir),
-            StopSignals() as self.signals,
-            Garbage() as self.garbage,
-        ):
+        with self._tracked(), process_group(self.device):
+            loss = self._loss_of_complete()
+            return self._run() if loss is None else loss
+
+    def _run(self) -> float:
+        told = capacity.told(needed=self.needed, device=self.device)
+        with told, alone(self.run_dir), StopSignals() as self.signals, Garbage() as self.garbage:
             self._start()
             self._resume()
             with self._watched() as beat, self._progress() as advance, self._written():
                 while self.step < self.config.steps:
                     asked, agreed = self._ask()
                     self.profile.begin(self.step + 1)
-                    loss, norm = self._step_or_say_why()
+                    loss, norm = self.train_step()
                     self.step += 1
                     self._look(loss, norm)
                     self.profile.end(self.step)
@@ -190,12 +181,18 @@ class Trainer:
                     self._heed(asked)
             return self._finish()
 
-    def _step_or_say_why(self) -> tuple[Tensor, Tensor]:
-        try:
-            return self.train_step()
-        except (torch.OutOfMemoryError, MemoryError) as problem:
-            line = capacity.exhausted(problem, needed=self.needed, device=self.device)
-            raise Stopped(line) from problem
+    def _loss_of_complete(self) -> float | None:
+        """Says that the run is complete, if it is, and returns its validation loss; nothing is opened or written."""
+        if not checkpoint.from_rank_0(self.complete):
+            return None
+        at = position.agreed(self.checkpoints)
+        if at.path is None or at.extra["step"] < self.config.steps:
+            return None  # the newest is damaged: the one before goes on
+        metrics = checkpoint.together(partial(record.read, at.path)).get("metrics", {})
+        loss = float(metrics.get("validation_loss", math.nan))
+        said = f"validation loss {loss:.4f} nats per token after {at.extra['step']} steps"
+        self._say(f"complete: {at.path}; {said}; train again under another name=...")
+        return loss
 
     def train_step(self) -> tuple[Tensor, Tensor]:
         """Takes one optimizer step, or leaves it out where the loss or the gradient is not finite.
@@ -211,20 +208,27 @@ class Trainer:
         return loss, norm
 
     def _gradient(self, step: int, *, max_norm: float) -> tuple[Tensor, Tensor, Tensor]:
-        """Leaves the clipped gradient of a step's samples in the parameters; returns loss, norm and tokens."""
-        batches = [self._to_device(batch) for batch in self.batches.take(step)]
-        tokens = self._sum(sum(num_labels(labels) for _, labels in batches))
+        """Leaves the clipped gradient of a step's samples in the parameters; returns loss, norm and tokens.
+
+        With ``step_in_backward`` the parameters are stepped instead.
+        """
+        batches = [to_device(batch, self.device) for batch in self.batches.take(step)]
+        tokens = sum_over_ranks(sum(num_labels(labels) for _, labels in batches), self.device)
         if self.exact is not None:
             return *self._gradient_in_order(self.exact, batches, tokens, max_norm=max_norm), tokens
         total = torch.zeros((), device=self.device)
         for left, (input_ids, labels) in zip(reversed(range(len(batches))), batches, strict=True):
-            # From stage 2 on gradients leave each rank after every micro-batch: no whole ones are kept.
-            self.model.set_requires_gradient_sync(left == 0 or self.parallelism.zero >= 2)
+            # From stage 2 on gradients leave each rank after every micro-batch: no whole ones are kept, unless each
+            # time they leave is a step.
+            apart = self.parallelism.zero >= 2 and self.norm_in_backward is None
+            self.model.set_requires_gradient_sync(left == 0 or apart)
             loss = self.model(input_ids, labels) / tokens
             loss.backward()
             total += loss.detach()
+        if self.norm_in_backward is not None:
+            return sum_over_ranks(total, self.device), self.norm_in_backward.take(), tokens
         norm = self.optimizer.clip_grad_norm_(max_norm, policy=self.config.clip_policy)
-        return self._sum(total), norm, tokens
+        return sum_over_ranks(total, self.device), norm, tokens
 
     def _gradient_in_order(
         self, exact: deterministic.Gradient, batches: Sequence[Batch], tokens: Tensor, *, max_norm: float
@@ -250,17 +254,20 @@ class Trainer:
         if self.device.type != "cpu":
             self.health.settle(self._replay)
             skip = self.health.judge(self.step + 1, loss, norm)
-            self.optimizer.step(skip=skip)
+            if self.norm_in_backward is None:
+                self.optimizer.step(skip=skip)
             return skip
         skip = self.health.judge(self.step + 1, loss, norm)
         if not self.health.settle(self._replay):
-            self.optimizer.step()
+            self.optimizer.step()  # finds nothing left to do where units were stepped in backward
         elif self.clipping is not None:
             self.clipping.reset()  # the next step is not scaled by this one's logits
         return skip
 
     def _replay(self, step: int) -> str:
         """Returns which tensor of a step that was not taken is the first that is not finite."""
+        if self.norm_in_backward is not None:
+            return "weights were stepped in backward: only trainer.step_in_backward=false can name the first bad tensor"
         self.optimizer.zero_grad()
         found = first_bad(self.model, partial(self._gradient, step - 1, max_norm=math.inf))
         if self.clipping is not None:
@@ -273,40 +280,25 @@ class Trainer:
 
         The same sequences for any number of ranks.
         """
-        found, mean, shares = {}, 0.0, 0.0
-        for name, (samples, share) in self.data.validations.items():
-            loss = self._evaluate(samples)
-            mean, shares = mean + share * loss, shares + share
-            if name:
-                found[f"validation_loss/{name}"] = loss
-        return {"validation_loss": mean / shares, **found}
-
-    def _evaluate(self, samples: Samples) -> float:
-        losses, counts = [], []
-        for input_ids, labels in map(self._to_device, self.feed.validation(samples, self.config.eval_sequences)):
-            losses.append(self.model(input_ids, labels))
-            counts.append(num_labels(labels))
-        tokens = int(self._sum(torch.stack(counts).sum()))
-        if self.exact is not None:
-            world = dist.get_world_size()
-            places = range(dist.get_rank(), len(losses) * world, world)
-            return float(deterministic.in_order(losses, places, count=len(losses) * world)) / tokens
-        return float(self._sum(torch.stack(losses).double().sum())) / tokens
+        return self.evaluation.losses(self.data.validations)
 
     # --- beginning and end ---
 
     def _start(self) -> None:
         """Shards the model over the ranks, and fills it with the seed's weights."""
         mesh = make_mesh(self.device, shard_ranks=self.parallelism.shard_ranks(dist.get_world_size()))
-        digest = hashlib.sha256(json.dumps(self.settings, sort_keys=True).encode()).hexdigest()
-        same_on_every_rank(digest, what="the configuration", group=dist.group.WORLD)  # type: ignore[arg-type]
+        self._require_same("the configuration", self.settings)
+        self._require_same(f"what lies at {self.data_config.path}", self.data.describe())
         self._deal_experts()
         self.shard(mesh=mesh)
         self.model.to_empty(device=self.device)
         torch.manual_seed(self.config.seed)
         self.model.init_weights()
         self.model.set_gradient_divide_factor(1.0, recurse=True)  # the loss is divided by the tokens of all ranks
-        self.optimizer = Optimizer(self.model.named_parameters(), self.rules)
+        self.optimizer = Optimizer(self.model.named_parameters(), self.rules, **self.engine)
+        self.norm_in_backward = NormInParts() if self.config.step_in_backward else None
+        if self.norm_in_backward is not None:
+            step_in_backward(self.model, self.optimizer, norm=self.norm_in_backward)
         self.clipping = None if self.logit_clip is None else LogitClip(self.logit_clip, self.model, self.optimizer)
         self.peaks = [group["lr"] for group in self.optimizer.param_groups]
         self._counted = torch.zeros((), dtype=torch.int64, device=self.device)
@@ -315,10 +307,19 @@ class Trainer:
         share: dict[str, int] = {"micro_batches": self.micro_batches, "micro_size": self.micro_size}
         self.feed = Feed(self.data.train, global_batch=config.global_batch, interleaved=config.deterministic, **share)
         self.batches = Prefetch(self.feed.step, last=config.steps)
+        looks: dict[str, Any] = {"sequences": config.eval_sequences, "in_order": config.deterministic}
+        self.evaluation = Evaluation(self.model, self.feed, device=self.device, **looks)
         self.health = Health(skips=config.skip_non_finite, spike=config.spike, device=self.device)
         self.saver = Saver(self.checkpoints, keep=config.keep, keep_every=config.keep_every)
         options: dict[str, Any] = {"steps": config.profile, "memory_step": config.memory_snapshot, "say": self._say}
         self.profile = Profile(self.run_dir, rank=dist.get_rank(), device=self.device, **options)
+
+    def _require_same(self, what: str, value: dict[str, Any]) -> None:
+        digest = hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+        try:
+            same_on_every_rank(digest, what=what, group=dist.group.WORLD)  # type: ignore[arg-type]
+        except RuntimeError as problem:
+            raise Stopped(str(problem), code=2) from None
 
     def _deal_experts(self) -> None:
         """Deals the experts over the ep axis, and shards each part over the ranks that have the same."""
@@ -347,10 +348,9 @@ class Trainer:
 
     def _resume(self) -> None:
         """Continues the newest good checkpoint, if there is one."""
-        path, wrong = self._newest_good()
-        extra: dict[str, Any] = {"step": 0, "tokens": 0}
+        path, extra, wrong = position.agreed(self.checkpoints)
         if path is not None:
-            extra = checkpoint.load(path, model=self.model, optimizer=self.optimizer, verified=True)
+            checkpoint.load(path, model=self.model, optimizer=self.optimizer, verified=True)
             self.health.load(extra.get("health", {}))
         self.step, self._kept = extra["step"], None if path is None else extra["step"]
         self._counted += extra["tokens"]
@@ -360,19 +360,6 @@ class Trainer:
             checkpoint.together(lambda: self._open(path, extra) if self.lead else None)
         except OSError as problem:
             raise Stopped(f"run_dir: {self.run_dir} cannot be written: {problem}") from None
-
-    def _newest_good(self) -> tuple[Path | None, list[str]]:
-        """Returns the newest checkpoint whose checksums agree, and what is wrong with newer ones; each rank looks at
-        its share of the files, and rank 0 says which one it is."""
-        share = {"rank": dist.get_rank(), "world": dist.get_world_size()}
-        paths = checkpoint.from_rank_0(checkpoint.whole(self.checkpoints))
-        try:
-            path, _, wrong = checkpoint.newest_good(
-                self.checkpoints, paths, lambda path: checkpoint.together(partial(checkpoint.verify, path, **share))
-            )
-        except ValueError as problem:
-            raise Stopped(str(problem), code=2) from None
-        return path, wrong
 
     def _open(self, path: Path | None, extra: dict[str, Any]) -> None:
         """Opens the metrics after what the checkpoint at ``path`` knows of, and says what begins."""
@@ -400,8 +387,7 @@ class Trainer:
         if self.exact is not None:
             print(deterministic.costs(self.exact, global_batch=self.config.global_batch))
         if path is not None:
-            done = self.step >= self.config.steps
-            print(f"complete: {path}; train again under another name=..." if done else f"continuing {path}", flush=True)
+            print(f"continuing {path}", flush=True)
 
     def _finish(self) -> float:
         """Evaluates, saves what is not saved yet, and says where things are."""
@@ -420,7 +406,7 @@ class Trainer:
 
     def _export(self, folder: Path) -> None:
         """Writes the weights as safetensors, once: a run that is complete already has them there."""
-        if not _occupied(folder):
+        if not preflight.occupied(folder):
             self.model.export(folder)
             self._say(f"exported: {folder}")
 
@@ -551,7 +537,7 @@ class Trainer:
         """A run that stops early leaves the checkpoint that it was writing whole."""
         try:
             yield
-        except Stopped:
+        except (Stopped, MemoryError, torch.OutOfMemoryError):
             self.saver.join(timeout_s=60)  # seconds; alone, since not every stop is one of all ranks
             raise
 
@@ -575,15 +561,3 @@ class Trainer:
         scale = self.config.schedule.scale(self.step)
         for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
             group["lr"] = peak * scale
-
-    def _to_device(self, batch: Batch) -> Batch:
-        return Batch(*(tensor.to(self.device, non_blocking=True) for tensor in batch))
-
-    def _sum(self, value: Any) -> Tensor:
-        total = torch.as_tensor(value, device=self.device).clone()
-        dist.all_reduce(total)
-        return total
-
-
-def _occupied(folder: Path) -> bool:
-    return folder.exists() and (not folder.is_dir() or any(folder.iterdir()))

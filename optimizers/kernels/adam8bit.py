@@ -20,11 +20,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from optimizers.kernels.adamw import rate_of, scalars, stepped
+from optimizers.kernels.adamw import decays_of, rate_of, stepped
 from optimizers.kernels.dynamic_map import ZERO, decoded, encoded, tables
 from optimizers.kernels.language import jit, runs_kernels, tl
 from optimizers.kernels.momentum import lerp
-from optimizers.kernels.operand import FLOAT32, FLOATS, expect
+from optimizers.kernels.operand import FLOAT32, FLOATS, RATES, expect
 from optimizers.quantize import BLOCK, TINY, dequantize, quantize
 
 LEAST_SCALE = 1e-12  # of "bnb": torchao/optim/quant_utils.py, scale_tensor
@@ -56,9 +56,9 @@ def adam8bit_(
     step: Tensor,
     *,
     lr: float | Tensor,
-    betas: Sequence[float],
+    betas: Sequence[float | Tensor],
     eps: float,
-    weight_decay: float,
+    weight_decay: float | Tensor,
     spans: Spans | None = None,
     compat: str = "none",
     skip: Tensor | None = None,
@@ -71,10 +71,10 @@ def adam8bit_(
         grad: (n,) float32, left as it is.
         moments: Codes of the same length; scales of the blocks of all spans, in order. Zeros are zero moments.
         step: () float32, the steps completed before this one; left as it is.
-        lr: Learning rate, parameter units per step; a number, or () float32 on the parameter's device.
-        betas: Decay of the two moments per step, each in [0, 1).
+        lr: Learning rate, parameter units per step; a number, or () float32 or float64 on the parameter's device.
+        betas: Decay of the two moments per step, each in [0, 1); numbers or 0-d tensors.
         eps: Added to the root of the second moment, in units of the gradient.
-        weight_decay: Fraction of the parameter removed per step and per unit of ``lr``.
+        weight_decay: Fraction of the parameter removed per step and per unit of ``lr``; a number or a 0-d tensor.
         spans: Stretches of elements, each a parameter's part that begins at a block, ascending; what lies between is
             not touched. None for one stretch, all of it. A tuple, since its table on the device is made once.
         compat: ``"none"``, or ``"bnb"`` for the format of bitsandbytes and torchao.
@@ -99,7 +99,7 @@ def adam8bit_(
         exp_avg_sq=(moments.exp_avg_sq, (n,), (torch.uint8,)),
         exp_avg_sq_scale=(moments.exp_avg_sq_scale, scales, FLOAT32),
         step=(step, (), FLOAT32),
-        lr=(lr if isinstance(lr, Tensor) else None, (), FLOAT32),
+        lr=(lr if isinstance(lr, Tensor) else None, (), RATES),
         skip=(skip, (), FLOAT32),
         low=(low, (n,), FLOATS),
     )
@@ -135,9 +135,9 @@ def adam8bit_torch(
     step: Tensor,
     *,
     lr: float | Tensor,
-    betas: Sequence[float],
+    betas: Sequence[float | Tensor],
     eps: float,
-    weight_decay: float,
+    weight_decay: float | Tensor,
     spans: Spans,
     compat: str,
     skip: Tensor | None = None,
@@ -146,13 +146,13 @@ def adam8bit_torch(
     """The twin. It works on whole blocks, the last one padded, so that no operator has a tail of another rounding."""
     if skip is not None and skip > 0:  # on CPU, where reading costs nothing
         return
-    rate, t = float(lr), float(step) + 1
+    rate, t, (beta1, beta2) = float(lr), float(step) + 1, map(float, betas)
     numbers = _Numbers(
-        beta1=betas[0],
-        beta2=betas[1],
-        decay=1 - rate * weight_decay,
-        rate=rate / (1 - betas[0] ** t),
-        unbias=math.sqrt(1 - betas[1] ** t),
+        beta1=beta1,
+        beta2=beta2,
+        decay=1 - rate * float(weight_decay),
+        rate=rate / (1 - beta1**t),
+        unbias=math.sqrt(1 - beta2**t),
         eps=eps,
         q8=compat == "none",
     )
@@ -213,9 +213,9 @@ def adam8bit_triton(
     step: Tensor,
     *,
     lr: float | Tensor,
-    betas: Sequence[float],
+    betas: Sequence[float | Tensor],
     eps: float,
-    weight_decay: float,
+    weight_decay: float | Tensor,
     spans: Spans,
     compat: str,
     skip: Tensor | None = None,
@@ -235,9 +235,8 @@ def adam8bit_triton(
             low,
             blocks,
             *rate_of(lr),
-            *scalars(betas),
             float(eps),
-            float(weight_decay),
+            *decays_of(betas, weight_decay),
             Q8=compat == "none",
             ALIGN=math.gcd(16, *(edge for span in spans for edge in span)),
             ZERO=ZERO,
@@ -273,13 +272,14 @@ def _adam8bit(
     blocks,
     lr,
     lr_at,
+    eps,
     gain1,
     beta2,
     gain2,
     log_beta1,
     log_beta2,
-    eps,
     weight_decay,
+    given,
     Q8: tl.constexpr,
     ALIGN: tl.constexpr,
     ZERO: tl.constexpr,
@@ -288,6 +288,9 @@ def _adam8bit(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    if given is not None:
+        gain1, gain2 = tl.load(given), tl.load(given + 2)
+        log_beta1, log_beta2, weight_decay = tl.load(given + 3), tl.load(given + 4), tl.load(given + 5)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     exists = row < blocks if skip is None else row < tl.where(tl.load(skip) > 0, 0, blocks)
     start = tl.multiple_of(tl.load(edges + row, exists, 0), [ALIGN])

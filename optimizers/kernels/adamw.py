@@ -14,7 +14,7 @@ from torch import Tensor
 
 from optimizers.kernels.language import jit, runs_kernels, tl
 from optimizers.kernels.momentum import lerp
-from optimizers.kernels.operand import FLOAT32, FLOATS, expect
+from optimizers.kernels.operand import FLOAT32, FLOATS, RATES, expect
 
 # Elements of a program: eight for each of four warps' threads, two 16-byte loads of float32.
 BLOCK = 1024
@@ -28,9 +28,9 @@ def adamw_(
     step: Tensor,
     *,
     lr: float | Tensor,
-    betas: Sequence[float],
+    betas: Sequence[float | Tensor],
     eps: float,
-    weight_decay: float,
+    weight_decay: float | Tensor,
     skip: Tensor | None = None,
     low: Tensor | None = None,
 ) -> None:
@@ -42,10 +42,10 @@ def adamw_(
         exp_avg: (n,) float32.
         exp_avg_sq: (n,) float32.
         step: () float32, the steps completed before this one; left as it is.
-        lr: Learning rate, parameter units per step; a number, or () float32 on the parameter's device.
-        betas: Decay of the two moments per step, each in [0, 1).
+        lr: Learning rate, parameter units per step; a number, or () float32 or float64 on the parameter's device.
+        betas: Decay of the two moments per step, each in [0, 1); numbers or 0-d tensors.
         eps: Added to the root of the second moment, in units of the gradient.
-        weight_decay: Fraction of the parameter removed per step and per unit of ``lr``.
+        weight_decay: Fraction of the parameter removed per step and per unit of ``lr``; a number or a 0-d tensor.
         skip: None, or () float32: 1.0 writes nothing.
         low: None, or (n,) bfloat16, float16 or float32: the parameter afterwards, rounded.
 
@@ -59,7 +59,7 @@ def adamw_(
         exp_avg=(exp_avg, param.shape, FLOAT32),
         exp_avg_sq=(exp_avg_sq, param.shape, FLOAT32),
         step=(step, (), FLOAT32),
-        lr=(lr if isinstance(lr, Tensor) else None, (), FLOAT32),
+        lr=(lr if isinstance(lr, Tensor) else None, (), RATES),
         skip=(skip, (), FLOAT32),
         low=(low, param.shape, FLOATS),
     )
@@ -87,9 +87,9 @@ def adamw_torch(
     step: Tensor,
     *,
     lr: float | Tensor,
-    betas: Sequence[float],
+    betas: Sequence[float | Tensor],
     eps: float,
-    weight_decay: float,
+    weight_decay: float | Tensor,
     skip: Tensor | None = None,
     low: Tensor | None = None,
 ) -> None:
@@ -107,9 +107,9 @@ def adamw_each_(
     steps: list[Tensor],
     *,
     lr: float | Tensor,
-    betas: Sequence[float],
+    betas: Sequence[float | Tensor],
     eps: float,
-    weight_decay: float,
+    weight_decay: float | Tensor,
     skip: Tensor | None = None,
 ) -> None:
     """``adamw_`` of several runs, in one call of torch's operator where no kernel runs; takes its options but ``low``.
@@ -130,12 +130,16 @@ def _fused(
     exp_avg_sqs: list[Tensor],
     steps: list[Tensor],
     lr: float | Tensor,
-    betas: Sequence[float],
+    betas: Sequence[float | Tensor],
     eps: float,
-    weight_decay: float,
+    weight_decay: float | Tensor,
     skip: Tensor | None,
 ) -> None:
-    """The operator under ``torch.optim.AdamW(fused=True)``, whose own way there takes longer than a small run does."""
+    """The operator under ``torch.optim.AdamW(fused=True)``, whose own way there takes longer than a small run does.
+
+    It takes decays as numbers only: tensors are read, which costs nothing on a CPU, where this runs.
+    """
+    beta1, beta2 = map(float, betas)
     torch._fused_adamw_(
         params,
         grads,
@@ -144,9 +148,9 @@ def _fused(
         [],
         torch._foreach_add(steps, 1),
         lr=lr,
-        beta1=betas[0],
-        beta2=betas[1],
-        weight_decay=weight_decay,
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=float(weight_decay),
         eps=eps,
         amsgrad=False,
         maximize=False,
@@ -162,9 +166,9 @@ def adamw_triton(
     step: Tensor,
     *,
     lr: float | Tensor,
-    betas: Sequence[float],
+    betas: Sequence[float | Tensor],
     eps: float,
-    weight_decay: float,
+    weight_decay: float | Tensor,
     skip: Tensor | None = None,
     low: Tensor | None = None,
 ) -> None:
@@ -181,26 +185,34 @@ def adamw_triton(
             low,
             n,
             *rate_of(lr),
-            *scalars(betas),
             float(eps),
-            float(weight_decay),
+            *decays_of(betas, weight_decay),
             BLOCK=BLOCK,
             enable_fp_fusion=False,
         )
 
 
-def scalars(betas: Sequence[float]) -> tuple[float, ...]:
-    """What the kernels need of the decays: ``1 - beta1, beta2, 1 - beta2, log(beta1), log(beta2)``.
+def decays_of(betas: Sequence[float | Tensor], weight_decay: float | Tensor) -> tuple[float | Tensor | None, ...]:
+    """What the kernels need of the decays: ``1 - beta1, beta2, 1 - beta2, log(beta1), log(beta2), weight_decay``, and
+    the (6,) float32 tensor that holds them instead, or None.
 
-    A kernel's numbers are float32, where 0.999 is off by 1.3e-5 of its distance from one. These are exact to 6e-8.
+    A kernel's numbers are float32, where 0.999 is off by 1.3e-5 of its distance from one. These are exact to 6e-8, if
+    the tensors are float64, or numbers that float32 has.
     """
-    beta1, beta2 = betas
-    return (1.0 - beta1, float(beta2), 1.0 - beta2, *(math.log(beta) if beta else -math.inf for beta in (beta1, beta2)))
+    decays = (*betas, weight_decay)
+    device = next((decay.device for decay in decays if isinstance(decay, Tensor)), None)
+    if device is None:
+        beta1, beta2 = betas
+        logs = (math.log(beta) if beta else -math.inf for beta in (beta1, beta2))
+        return (1.0 - beta1, float(beta2), 1.0 - beta2, *logs, float(weight_decay), None)
+    beta1, beta2, decay = (torch.as_tensor(value, dtype=torch.float64, device=device) for value in decays)
+    given = torch.stack([1.0 - beta1, beta2, 1.0 - beta2, beta1.log(), beta2.log(), decay]).float()
+    return (*(0.0,) * len(given), given)
 
 
 def rate_of(lr: float | Tensor) -> tuple[float, Tensor | None]:
     """What the kernels need of a learning rate: the number, and the tensor that holds it instead, or None."""
-    return (0.0, lr) if isinstance(lr, Tensor) else (float(lr), None)
+    return (0.0, lr.float()) if isinstance(lr, Tensor) else (float(lr), None)
 
 
 @jit
@@ -215,15 +227,19 @@ def _adamw(
     n,
     lr,
     lr_at,
+    eps,
     gain1,
     beta2,
     gain2,
     log_beta1,
     log_beta2,
-    eps,
     weight_decay,
+    given,
     BLOCK: tl.constexpr,
 ):
+    if given is not None:
+        gain1, beta2, gain2 = tl.load(given), tl.load(given + 1), tl.load(given + 2)
+        log_beta1, log_beta2, weight_decay = tl.load(given + 3), tl.load(given + 4), tl.load(given + 5)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     if skip is not None:
         n = tl.where(tl.load(skip) > 0, 0, n)

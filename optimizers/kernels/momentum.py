@@ -12,15 +12,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from optimizers.fields import exact, weight
 from optimizers.kernels.language import jit, runs_kernels, tl
-from optimizers.kernels.operand import FLOAT32, FLOATS, expect
+from optimizers.kernels.operand import FLOAT32, FLOATS, RATES, expect
 
 # Elements of a program: eight for each of four warps' threads, two 16-byte loads of float32.
 BLOCK = 1024
 
 
 def momentum_(
-    momentum: Tensor, grad: Tensor, out: Tensor, *, decay: float, nesterov: bool, skip: Tensor | None = None
+    momentum: Tensor, grad: Tensor, out: Tensor, *, decay: float | Tensor, nesterov: bool, skip: Tensor | None = None
 ) -> None:
     """Updates ``momentum`` and writes what is to be orthogonalised to ``out``, both in place.
 
@@ -28,7 +29,7 @@ def momentum_(
         momentum: (n,) float32.
         grad: (n,) float32, left as it is.
         out: (n,) bfloat16, float16 or float32: any flat stretch of memory, also a part of a send buffer. Rounded once.
-        decay: Of the momentum per step, in [0, 1).
+        decay: Of the momentum per step, in [0, 1); a number, or () float32 or float64 on the momentum's device.
         nesterov: Whether the gradient counts once more.
         skip: None, or () float32: 1.0 leaves ``momentum`` as it is; ``out`` then means nothing.
 
@@ -40,6 +41,7 @@ def momentum_(
         momentum=(momentum, (momentum.numel(),), FLOAT32),
         grad=(grad, momentum.shape, FLOAT32),
         out=(out, momentum.shape, FLOATS),
+        decay=(decay if isinstance(decay, Tensor) else None, (), RATES),
         skip=(skip, (), FLOAT32),
     )
     run = momentum_triton if runs_kernels(momentum) else momentum_torch
@@ -47,25 +49,31 @@ def momentum_(
 
 
 def momentum_torch(
-    momentum: Tensor, grad: Tensor, out: Tensor, *, decay: float, nesterov: bool, skip: Tensor | None = None
+    momentum: Tensor, grad: Tensor, out: Tensor, *, decay: float | Tensor, nesterov: bool, skip: Tensor | None = None
 ) -> None:
     """The twin. ``lerp`` has the same bits at any cut of a run, on CPU too."""
+    decay = exact(decay)
+    gain, kept = weight(1 - decay, grad), weight(decay, grad)
     if skip is None:
-        momentum.lerp_(grad, 1 - decay)
+        momentum.lerp_(grad, gain)
     else:
         # Selected, not multiplied: NaN * 0 is NaN.
-        torch.where(skip > 0, momentum, momentum.lerp(grad, 1 - decay), out=momentum)
-    out.copy_(grad.lerp(momentum, decay) if nesterov else momentum)
+        torch.where(skip > 0, momentum, momentum.lerp(grad, gain), out=momentum)
+    out.copy_(grad.lerp(momentum, kept) if nesterov else momentum)
 
 
 def momentum_triton(
-    momentum: Tensor, grad: Tensor, out: Tensor, *, decay: float, nesterov: bool, skip: Tensor | None = None
+    momentum: Tensor, grad: Tensor, out: Tensor, *, decay: float | Tensor, nesterov: bool, skip: Tensor | None = None
 ) -> None:
     """The kernel."""
-    n = momentum.numel()
+    n, numbers, given = momentum.numel(), (0.0, 0.0), None
+    if isinstance(decay, Tensor):
+        given = torch.stack([1.0 - decay.double(), decay.double()]).float()
+    else:
+        numbers = 1.0 - decay, float(decay)
     if n:
         _momentum[(-(-n // BLOCK),)](
-            momentum, grad, out, skip, n, 1.0 - decay, float(decay), nesterov, BLOCK=BLOCK, enable_fp_fusion=False
+            momentum, grad, out, skip, n, *numbers, given, nesterov, BLOCK=BLOCK, enable_fp_fusion=False
         )
 
 
@@ -78,9 +86,12 @@ def _momentum(
     n,
     gain,
     decay,
+    given,
     NESTEROV: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    if given is not None:
+        gain, decay = tl.load(given), tl.load(given + 1)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     if skip is not None:
         n = tl.where(tl.load(skip) > 0, 0, n)

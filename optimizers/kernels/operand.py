@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 FLOAT32 = (torch.float32,)
+RATES = (torch.float32, torch.float64)  # of 0-d tensors that stand for numbers
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 

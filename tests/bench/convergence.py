@@ -1,10 +1,12 @@
 """Steps to AdamW's final validation loss: every rule on one Llama of a million parameters and the shipped text.
 
 The same grid of learning rates, a factor of two apart, for every rule, extended where the best is at its edge; one seed
-for the grid, three for the result. One process, one thread; each run is written to the file when it ends, and a file
-that exists is continued::
+for the grid, three for the result. Rules that should end where AdamW does run at its learning rate from seven seeds,
+beside an AdamW whose beta2 is 0.950001: what rounding alone does to a run. One process, one thread; each run is written
+to the file when it ends, and a file that exists is continued::
 
-    python tests/bench/convergence.py --json tests/bench/convergence.json [--rules adamw,muon] [--plot FILE.png]
+    python tests/bench/convergence.py --json tests/bench/convergence.json [--rules adamw,muon] [--close]
+        [--plot FILE.png]
     python tests/bench/convergence.py --verify tests/bench/convergence.json      runs two drawn cells again
 """
 
@@ -40,7 +42,7 @@ MODEL = dict(
     num_key_value_heads=2, max_position_embeddings=SEQ_LEN
 )  # fmt: skip
 LRS = (0.00125, 0.0025, 0.005, 0.01, 0.02)
-SEEDS = (0, 1, 2)
+SEEDS, MORE_SEEDS = (0, 1, 2), (3, 4, 5, 6)
 MAX_GRAD_NORM = 1.0
 REST: dict[str, Any] = dict(betas=(0.9, 0.95), weight_decay=0.1)
 # What steps the matrices of the layers; AdamW steps the rest with the same learning rate.
@@ -49,9 +51,15 @@ MATRICES: dict[str, tuple[str, dict[str, Any]]] = {
     "muon": ("Muon", dict(weight_decay=0.1)),
     "soap": ("SOAP", dict(weight_decay=0.1, block_size=128)),
     "adam8bit": ("Adam8bit", dict(**REST, min_numel=2048)),
-    "shampoo": ("Shampoo", dict(weight_decay=0.1, block_size=128)),
+    # Defaults are DASH's (arXiv 2602.02016) but for the block; roots as in recipes/optimizer/shampoo.yaml at this size.
+    "shampoo": ("Shampoo", dict(weight_decay=0.1, block_size=128, root="eigen")),
     "normuon": ("NorMuon", dict(weight_decay=0.1)),
+    # AdamW but for rounding: how far apart two runs end that should be the same.
+    "nudged": ("AdamW", REST | dict(betas=(0.9, 0.950001))),
+    "bnb": ("Adam8bit", dict(**REST, min_numel=2048, compat="bnb")),
 }
+# Rules that should end where AdamW does, at its learning rate and from more seeds.
+CLOSE = ("nudged", "adam8bit", "bnb")
 
 
 def rules_of(name: str, lr: float) -> Rules:
@@ -168,6 +176,28 @@ def results(runs: Runs, names: list[str]) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
+def close(runs: Runs, lr: float) -> dict[str, list[float]]:
+    """Returns how far above AdamW's each of ``CLOSE`` ends, as a fraction, seed by seed."""
+    found: dict[str, list[float]] = {name: [] for name in CLOSE}
+    for seed in (*SEEDS, *MORE_SEEDS):
+        target = runs.get("adamw", lr, seed)["final"]
+        for name in CLOSE:
+            found[name].append(runs.get(name, lr, seed)["final"] / target - 1)
+    return found
+
+
+def show_close(found: dict[str, list[float]]) -> None:
+    """Prints how far above AdamW's the rules end that should end there, and how well that is known."""
+    table = Table(title="over AdamW's of the same seed, at its learning rate")
+    for column in ("rule", "mean", "standard error", "sd of a seed", "seed by seed"):
+        table.add_column(column, justify="left" if column == "rule" else "right")
+    for name, over in found.items():
+        spread = statistics.stdev(over)
+        numbers = (f"{statistics.mean(over):+.2%}", f"{spread / math.sqrt(len(over)):.2%}", f"{spread:.2%}")
+        table.add_row(name, *numbers, " ".join(f"{100 * value:+.1f}" for value in over))
+    Console(width=120).print(table)
+
+
 def show(found: dict[str, list[dict[str, Any]]]) -> None:
     """Prints the table; a run is compared with AdamW's of the same seed, which has the same batches."""
     targets = {run["seed"]: run["final"] for run in found["adamw"]}
@@ -226,6 +256,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Steps to AdamW's final validation loss, for every rule.")
     parser.add_argument("--json", type=Path, help="file of the runs, continued if it exists")
     parser.add_argument("--rules", default="adamw,muon,soap,adam8bit,shampoo", help="rules, adamw among them")
+    parser.add_argument("--close", action="store_true", help="also the rules that should end where AdamW does")
     parser.add_argument("--most", type=int, default=0, help="end with code 3 after so many runs; 0: run all")
     parser.add_argument("--plot", type=Path, help="also draw the curves there, PNG")
     parser.add_argument("--verify", type=Path, help="run two cells of this file again and compare")
@@ -236,8 +267,11 @@ def main() -> None:
         return
     if options.json is None:
         parser.error("--json FILE or --verify FILE")
-    found = results(Runs(options.json, options.most), options.rules.split(","))
+    runs = Runs(options.json, options.most)
+    found = results(runs, options.rules.split(","))
     show(found)
+    if options.close:
+        show_close(close(runs, found["adamw"][0]["lr"]))
     if options.plot:
         plot(found, options.plot)
 

@@ -2,6 +2,8 @@
 
     python tests/bench/optimizers.py [--ranks 1 2 4] [--pairs 7] [--rows muon,adamw,...] [--json FILE]
 
+Rows of the file that a run does not measure again stay.
+
 Peers: FSDP2 with ``full_tensor`` on every rank and the same Muon arithmetic; an owner per matrix with even all-to-alls
 of equal matrices, as microsoft/dion schedules them; torch's AdamW on FSDP2's DTensors and on plain local tensors;
 torchao's AdamW8bit, eager and compiled; pytorch_optimizer's SOAP and Shampoo; our own rule one block at a time.
@@ -10,6 +12,7 @@ torchao's AdamW8bit, eager and compiled; pytorch_optimizer's SOAP and Shampoo; o
 from __future__ import annotations
 
 # ruff: noqa: E402
+import json
 import os
 import statistics
 import sys
@@ -390,6 +393,14 @@ def work(rank: int, ranks: int, pairs: int, names: list[str], port: int, file: P
     dist.destroy_process_group()
 
 
+def with_earlier(rows: list[Row], file: Path | None) -> list[Row]:
+    """Returns the file's rows that are not measured again, and then ``rows``."""
+    if file is None or not file.exists():
+        return rows
+    new = {line.name for line in rows}
+    return [*(Row(**line) for line in json.loads(file.read_text())["rows"] if line["name"] not in new), *rows]
+
+
 def main() -> None:
     """Reads the arguments and starts the ranks."""
     parser = arguments("Optimizer steps against the fastest peers.")
@@ -406,9 +417,8 @@ def main() -> None:
             mp.spawn(work, args=(ranks, options.pairs, some, 29600 + ranks, file), nprocs=ranks)
             rows += [Row(*line) for line in torch.load(file, weights_only=True)]
             file.unlink()
-            publish(
-                "optimizer steps", rows, options.json
-            )  # what there is, should a later number of ranks take too long
+            # what there is, should a later number of ranks take too long
+            publish("optimizer steps", with_earlier(rows, options.json), options.json)
     peers = [line for line in rows if line.unit == "ms" and line.peer]
     print(
         f"median ratio {statistics.median(line.peer / line.ours for line in peers):.2f} over {len(peers)} rows of time"

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from optimizers import Adam8bit, AdamW
+from optimizers.quantize import dequantize
 
 
 def gaussian(*shape: int, seed: int = 0) -> Tensor:
@@ -56,6 +57,22 @@ def test_the_path_is_near_adamws(
         if step == 10:
             assert distance(ours.params[0].detach(), adam.params[0].detach()) <= after_10
     assert distance(ours.params[0].detach(), adam.params[0].detach()) <= after_50
+
+
+@pytest.mark.parametrize("beta2", [0.95, 0.999])
+def test_second_moments_are_right_in_the_mean_also_once_gradients_shrink(
+    beta2: float, over: Callable[..., Any]
+) -> None:
+    """A code moves by less than its width a step; that the block's scale moves keeps it from standing still."""
+    size = gaussian(32, 256, seed=99).exp()
+    ours, exact = over(Adam8bit(betas=(0.9, beta2)), torch.zeros(32, 256)), torch.zeros(32, 256)
+    for step in range(200):
+        grad = gaussian(32, 256, seed=step) * size * (1.0 if step < 100 else 0.3)
+        ours.step([grad])
+        exact.lerp_(grad.square(), 1 - beta2)
+    state = ours.state()
+    root = dequantize(state["exp_avg_sq"].view(-1), state["exp_avg_sq_scale"], signed=False)
+    assert 0.99 <= (root / exact.sqrt().view(-1)).log().mean().exp() <= 1.01
 
 
 def _largest_step(over: Callable[..., Any], rule: Any) -> float:

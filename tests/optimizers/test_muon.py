@@ -71,6 +71,23 @@ def test_torchs_muon_agrees(
     assert furthest[1] <= after_1 and furthest[10] <= after_10 and furthest[50] <= after_50
 
 
+def test_pytorch_optimizers_muon_agrees(drive: Callable[..., Any], distance: Callable[[Tensor, Tensor], float]) -> None:
+    from pytorch_optimizer import Muon as Oracle
+
+    params = [gaussian(*shape) / math.sqrt(shape[1]) for shape in SHAPES]
+    theirs = [param.clone().requires_grad_() for param in params]
+    oracle = Oracle([{"params": theirs, "use_muon": True}], lr=0.02, weight_decay=0.1)
+    driver = drive(Muon(lr=0.02, coefficients="simple", adjust_lr="original", **WIDE), *params)
+    for count in range(1, 51):
+        grads = [gaussian(*param.shape, seed=count) for param in params]
+        for param, grad in zip(theirs, grads, strict=True):
+            param.grad = grad.clone()
+        oracle.step()
+        driver.step(grads)
+        furthest = max(distance(a, b.detach()) for a, b in zip(driver.params, theirs, strict=True))
+        assert furthest <= (5e-4 if count == 1 else 1.7e-3 if count <= 10 else 2.7e-3), count
+
+
 def test_the_momentum_is_an_average(drive: Callable[..., Any]) -> None:
     for nesterov in (True, False):
         driver = drive(Muon(momentum=0.95, nesterov=nesterov), gaussian(8, 8))

@@ -88,6 +88,21 @@ def test_float32_agrees_with_the_polynomial_in_float64(
     assert distance(newton_schulz(x, name, dtype=torch.float32), exact(x, name)) <= 1e-5
 
 
+@pytest.mark.parametrize(("dtype", "most"), [(torch.bfloat16, 2**-8), (torch.float32, 1e-6)])
+def test_the_number_of_threads_shows_in_the_rounding_of_sums_at_most(
+    dtype: torch.dtype, most: float, distance: Callable[[Tensor, Tensor], float]
+) -> None:
+    """Ranks of the trainer have one thread each: see ``vescale.mesh.process_group``."""
+    x, found = gaussian(96, 256), []
+    for threads in (1, 8):
+        torch.set_num_threads(threads)
+        try:
+            found.append(newton_schulz(x, dtype=dtype))
+        finally:
+            torch.set_num_threads(1)  # as tests/conftest.py has it
+    assert distance(*found) <= most
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(
     ("name", "most"), [("simple", 0.027), ("quintic", 0.015), ("polar_express", 0.046), ("deepseek_v4", 0.018)]

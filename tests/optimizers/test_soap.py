@@ -168,7 +168,7 @@ def test_a_block_writes_neither_its_gradient_nor_state_that_nobody_guards(rule: 
     before = {name: value.clone() for name, value in inputs.items()}
     rule.block((inputs["payload"],), {k: v for k, v in inputs.items() if k != "payload"}, refresh=refresh)
     written = {name for name, value in inputs.items() if not torch.equal(value, before[name])}
-    assert written <= set(getattr(rule, "in_place", ()))
+    assert written <= set(getattr(rule, "state_in_place", ()))
 
 
 def test_eigenvectors_that_float32_does_not_find_are_those_of_float64(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,6 +124,13 @@ def test_any_optimizer_may_be_swapped_into_a_recipe(optimizer: str, tmp_path: Pa
     assert others == {"adamw_bf16", "muon8bit", "muonclip", "normuon"}
 
 
+@pytest.mark.parametrize("optimizer", RULES)
+def test_a_recipe_of_a_rule_is_the_swap_of_its_name(optimizer: str) -> None:
+    """So what trains as ``recipe=llama_debug_soap`` is what ``optimizer=soap`` makes of another recipe."""
+    own = _compose(f"recipe=llama_debug_{optimizer}", "run_dir=x", "name=x")
+    assert own == _compose("recipe=llama_debug_muon", f"optimizer={optimizer}", "run_dir=x", "name=x")
+
+
 @pytest.mark.parametrize("world", [8, 64, 1024])
 @pytest.mark.parametrize("name", [name for name in NAMES if "debug" not in name])
 def test_a_recipe_plans(name: str, world: int) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 from pathlib import Path
 
 import pytest
+from waiting import wait_for
 
 from vescale.train import points
 
@@ -183,6 +185,28 @@ def test_slurm_puts_a_job_that_was_told_to_stop_back_into_the_queue(checkout: Pa
         assert done.returncode == code
         again = ["-m scontrol requeue 4711"] * (code == 75)
         assert [call for call in _calls(checkout) if "requeue" in call] == again
+
+
+RANKS = """#!/usr/bin/env bash
+trap 'exit 75' USR1  # as a run does when it has saved
+echo $$ >"$0.pid"
+while :; do sleep 0.02; done
+"""
+
+
+def test_slurm_tells_the_ranks_that_the_time_is_up(checkout: Path) -> None:
+    programs = checkout.parent / "bin"
+    _program(programs / "scontrol", '#!/usr/bin/env bash\necho "-m scontrol $*" >>"$CALLS"; echo gpu07\n')
+    _program(programs / "srun", RANKS)
+    told = f'#!/usr/bin/env bash\necho "-m scancel $*" >>"$CALLS"; kill -USR1 "$(<{programs}/srun.pid)"\n'
+    _program(programs / "scancel", told)
+    job = {"SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "gpu07", "SLURM_JOB_ID": "4711", "PYTHON": "py"}
+    env = {"PATH": f"{programs}:/usr/bin:/bin", "CALLS": str(checkout.parent / "calls"), **job}
+    script = subprocess.Popen(["bash", str(checkout / "launch" / "slurm.sbatch")], env=env, cwd=checkout)
+    assert wait_for(lambda: (programs / "srun.pid").is_file() and (programs / "srun.pid").read_text())
+    script.send_signal(signal.SIGUSR1)
+    assert script.wait(60) == 75
+    assert _calls(checkout)[1:] == ["-m scancel --full --signal=USR1 4711", "-m scontrol requeue 4711"]
 
 
 def test_the_manifest_of_a_cluster_is_printed_and_nothing_is_sent(checkout: Path) -> None:

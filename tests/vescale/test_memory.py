@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from vescale import memory, traffic
 from vescale.blueprint import Blueprint, state_by_kind
 from vescale.live import LiveBytes
 from vescale.memory import Dtypes
-from vescale.train import compose, prepare
+from vescale.train import compose, describe, prepare
 from vescale.trainer import Trainer
 
 
@@ -166,6 +167,55 @@ def test_dealt_experts_are_planned_as_four_ranks_have_them(pool: Any) -> None:
     for planned, calls, peak, collectives in pool(4).run(_dealt, DEALT):
         assert calls == collectives
         assert abs(planned - peak) <= 0.1 * peak, (planned, peak)
+
+
+HELD = {
+    "bfloat16 masters": ("optimizer=adamw_bf16",),
+    "matrices in bfloat16": ("optimizer.matrices.rule._target_=optimizers.BF16Muon", "+optimizer.matrices.rule.seed=0"),
+    "clipped logits": ("optimizer=muonclip",),
+}  # fmt: skip
+
+
+def _held(argv: list[str]) -> tuple[str, dict[str, int]]:
+    """What a dry run says, and what this rank holds of a real run at the end of backward."""
+    from vescale.mesh import make_mesh
+    from vescale.optimizer import Optimizer
+    from vescale.simulate import observe
+
+    said, trainer, grads = describe(_trainer(*argv), dist.get_world_size()), _trainer(*argv), []
+    trainer.shard(mesh=make_mesh(torch.device("cpu")))
+    list(trainer.model.named_parameters())
+
+    def before(optimizer: Any, args: Any, kwargs: Any) -> None:
+        segments = [segment for unit in trainer.model.units() for segment in unit.segments]
+        grads.append(sum(segment.grad.local.nbytes for segment in segments))
+        logits = [m.max_logit for m in trainer.model.modules() if getattr(m, "max_logit", None) is not None]
+        grads.append(sum(logit.nbytes for logit in logits))
+
+    with pytest.MonkeyPatch.context() as patch, LiveBytes() as live:
+        original = Optimizer.step
+        patch.setattr(Optimizer, "step", lambda self, **options: (before(self, (), {}), original(self, **options))[1])
+        seen = observe(trainer, live, micro_batch=1, micro_batches=1)
+    return said, {"parameters": seen.parameters, "gradients": grads[0], "state": seen.state, "logits": grads[1]}
+
+
+@pytest.mark.parametrize("case", HELD)
+def test_a_dry_run_says_what_a_rank_holds_to_the_byte(case: str, pool: Any) -> None:
+    argv = ["recipe=llama_debug_muon", *HELD[case], "model.num_hidden_layers=2", "data.seq_len=32"]
+    ranks = pool(2).run(_held, argv)
+    found = re.search(
+        r"bytes of a rank: ([\d,]+) of parameters, ([\d,]+) of gradients, ([\d,]+) of optimizer state "
+        r"\(rank (\d), .*?\)(?:, ([\d,]+) of largest logits)?\n",
+        ranks[0][0],
+    )
+    assert found is not None
+    *numbers, logits = (int((found[i] or "0").replace(",", "")) for i in (1, 2, 3, 5))
+    worst = ranks[int(found[4])][1]
+    assert numbers == [worst["parameters"], worst["gradients"], worst["state"]] and logits == worst["logits"]
+    assert worst["state"] == max(rank["state"] for _, rank in ranks)
+    numel = _trainer(*argv).model_config.num_parameters()
+    itemsize = {"bfloat16 masters": 2, "clipped logits": 4}.get(case)
+    assert itemsize is None or worst["gradients"] * 2 == pytest.approx(itemsize * numel, rel=0.01)
 
 
 @pytest.mark.parametrize("case", REAL)

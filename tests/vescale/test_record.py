@@ -12,8 +12,14 @@ import torch.distributed as dist
 from torch import nn
 
 from optimizers import AdamW
-from vescale import checkpoint, record
+from vescale import checkpoint, record, report, train
 from vescale.saver import Saver
+
+ARGV = [
+    *("model.hidden_size=32", "model.intermediate_size=64", "model.num_hidden_layers=1", "data.seq_len=16"),
+    *("trainer.log_every=1", "trainer.eval_every=100", "trainer.eval_sequences=2", "trainer.save_every=1"),
+    *("trainer.steps=2", "trainer.device=cpu", "tracking.mode=disabled"),
+]
 
 
 def _save(root: Path) -> None:
@@ -70,6 +76,60 @@ def test_two_runs_are_explained(tmp_path: Path, capsys: Any) -> None:
         assert record.main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == (name != "same")
         assert verdict in capsys.readouterr().out
     assert record.explain(base, base | {"data": {"fingerprint": "g"}})[1:] == ["data.fingerprint: A f, B g"]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three runs: a and b are the same command in two folders, c has another seed."""
+    folder = tmp_path_factory.mktemp("runs")
+    for name, more in (("a", []), ("b", []), ("c", ["trainer.seed=9"])):
+        assert train.main([*ARGV, *more, f"run_dir={folder / name}"]) == 0
+    return folder
+
+
+def _compared(one: Path, other: Path, capsys: Any) -> tuple[str, dict[str, str]]:
+    """The verdict of the command, and what it says of each key."""
+    capsys.readouterr()
+    assert record.main(["compare", str(one), str(other)]) == 1
+    verdict, *lines = capsys.readouterr().out.splitlines()
+    return verdict, dict(line.strip().split(": ", 1) for line in lines if ": " in line)
+
+
+def test_real_runs_are_explained(runs: Path, capsys: Any) -> None:
+    verdict, keys = _compared(runs / "a", runs / "b", capsys)
+    assert verdict == "the weights and the optimizer's state are bit for bit the same"
+    assert keys["config.run_dir"] == f"A {runs / 'a'}, B {runs / 'b'}"
+    measured = {f"metrics.{name}" for name in ("step_seconds", "tokens_per_second", "tflops_per_device", "memory_gib")}
+    assert {*keys} <= {"config.run_dir", "config.name", "config.tracking.name", "metrics.data_wait", *measured}
+    verdict, keys = _compared(runs / "a", runs / "c", capsys)
+    assert verdict == "other weights, from another configuration"  # not from the name, which differs for a and b too
+    assert keys["config.trainer.seed"] == "A 0, B 9" and "weights" in keys and "metrics.loss" in keys
+    steps = [runs / "a" / "checkpoints" / f"step_0000000{step}" for step in (1, 2)]
+    verdict, keys = _compared(*steps, capsys)
+    assert verdict == "they are at different steps: 1 and 2" and keys["step"] == "A 1, B 2"
+
+
+def test_the_record_of_a_run_has_all_that_was_promised(runs: Path, capsys: Any) -> None:
+    facts = record.read(runs / "c")
+    assert facts == record.read(runs / "c" / "checkpoints" / "step_00000002")
+    assert record.main(["verify", str(runs / "c")]) == 0 and "nothing differs" in capsys.readouterr().out
+    sums = {"weights", "optimizer", "tensors"}
+    wanted = {"config", "config_sha256", "data", "seeds", "git", "versions", "mesh", "machine", "metrics"}
+    assert facts.keys() == {*sums, *wanted, "step", "tokens"}
+    assert (facts["step"], facts["seeds"]) == (2, {"weights": 9, "data": 0}) and 240 < facts["tokens"] <= 2 * 8 * 16
+    assert facts["data"]["fingerprint"].startswith("sha256:") and facts["data"]["tokenizer"] == "bytes-320"
+    assert facts["config"]["trainer"]["seed"] == 9 and facts["mesh"]["ranks"] == 1
+    assert {"loss", "grad_norm", "validation_loss"} <= facts["metrics"].keys() and facts["machine"]["cores"]
+    assert {name.partition(".")[0] for name in facts["tensors"]} == {"model", "optimizer"}
+
+
+def test_a_report_overlays_real_runs(runs: Path, capsys: Any) -> None:
+    assert report.main([str(runs / "a"), str(runs / "c"), "--out", str(runs / "r.html")]) == 0
+    page = (runs / "r.html").read_text()
+    for title in ("training loss", "validation loss", "gradient norm", "lr/matrices", "lr/rest", "tokens per second"):
+        chart = page.split(f">{title}</text>")[1].split("</svg>")[0]
+        assert chart.count("<polyline") == 2, title
+    assert page.count('<svg class="plan"') > 2 and record.read(runs / "c")["weights"] in page
 
 
 def test_what_cannot_be_read_is_one_line(tmp_path: Path, capsys: Any) -> None:

@@ -15,6 +15,7 @@ from torch import nn
 
 from optimizers import AdamW
 from vescale import checkpoint
+from vescale import saver as saver_module
 from vescale.saver import Saver
 
 
@@ -63,16 +64,23 @@ def test_a_step_waits_for_the_copy_alone_and_nothing_is_communicated(pool: Any, 
         assert found["during"] == [] and {*found["after"]} == {"all_gather_object"}  # wait() agrees on what came of it
 
 
-def _every_step(root: Path, keep: int, keep_every: int | None) -> None:
+def _every_step(root: Path, keep: int, keep_every: int | None) -> int:
+    """Saves ten times; returns how often this rank made a plan of what it writes."""
     model, optimizer = _state()
-    saver = Saver(root, keep=keep, keep_every=keep_every)
-    for step in range(1, 11):
-        saver.save(step, tensors=_tensors(model, optimizer), extra={})
-    saver.wait()
+    saver, planned = Saver(root, keep=keep, keep_every=keep_every), list[int]()
+    plan = saver_module._items
+    saver_module._items = lambda *args: planned.append(1) or plan(*args)  # type: ignore[assignment,func-returns-value]
+    try:
+        for step in range(1, 11):
+            saver.save(step, tensors=_tensors(model, optimizer), extra={})
+        saver.wait()
+    finally:
+        saver_module._items = plan
+    return len(planned)
 
 
-def test_the_last_ones_and_every_nth_stay(pool: Any, tmp_path: Path) -> None:
-    pool(2).run(_every_step, tmp_path / "c", 2, 4)
+def test_the_last_ones_and_every_nth_stay_and_all_are_written_by_one_plan(pool: Any, tmp_path: Path) -> None:
+    assert pool(2).run(_every_step, tmp_path / "c", 2, 4) == [1, 1]
     assert sorted(path.name for path in (tmp_path / "c").iterdir()) == [f"step_{n:08}" for n in (4, 8, 9, 10)]
 
 
@@ -149,6 +157,28 @@ def _stock(root: Path) -> None:
 
 def test_torchs_own_loader_reads_it(pool: Any, tmp_path: Path) -> None:
     pool(3).run(_stock, tmp_path / "c")
+
+
+def _woken(root: Path) -> list[str]:
+    """Rank 1 of a run before, whose checkpoint of the same step nobody will complete, writes while ours is written."""
+    model, optimizer = _state()
+    old, new = Saver(root, keep=1), Saver(root, keep=1)
+    tensors = _tensors(model, optimizer)
+    if dist.get_rank() == 1:
+        old.save(1, tensors=tensors, extra={})
+    new.save(1, tensors=tensors, extra={})
+    new.wait()
+    if dist.get_rank() == 1:
+        assert old.busy  # it waits for a folder of its own
+        old._given_up.set()
+        old.join(timeout_s=60)
+    dist.barrier()
+    checkpoint.verify(root / "step_00000001")
+    return sorted(path.name for path in root.iterdir())
+
+
+def test_a_rank_of_a_run_before_adds_nothing(pool: Any, tmp_path: Path) -> None:
+    assert pool(2).run(_woken, tmp_path / "c") == [["step_00000001"]] * 2
 
 
 def _left_behind(root: Path) -> None:

@@ -47,6 +47,17 @@ CASES = {
     ),
     "SOAP": ("recipe=llama_debug_soap", "world_size=8", "rank=5"),
     "experts": ("recipe=moe_debug_muon", "world_size=4", "parallelism=zero3_bf16", "rank=3"),
+    "bfloat16 masters": ("recipe=llama_debug_muon", "optimizer=adamw_bf16", "world_size=4", "rank=3"),
+    "bfloat16 masters of one rank": ("recipe=llama_debug_muon", "optimizer=adamw_bf16", "parallelism=zero3_bf16"),
+    "clipped logits": ("recipe=llama_debug_muon", "optimizer=muonclip", "world_size=4", "rank=1"),
+    "clipped logits, latent": (
+        "recipe=moe_debug_muon", "optimizer=muonclip", "world_size=4", "parallelism=zero3_bf16", "rank=3",
+    ),
+    "steps in backward": (
+        "recipe=llama_debug_muon", "world_size=16", "trainer.global_batch=32", "trainer.step_in_backward=true",
+        "trainer.max_grad_norm=null", "rank=11",
+    ),
+    "state in host memory": ("recipe=llama_debug_muon", "world_size=4", "optimizer.offload_state=true"),
     "8-bit Adam": ("recipe=llama_debug_adam8bit", "world_size=4", "rank=2"),
 }  # fmt: skip
 

@@ -206,18 +206,26 @@ def test_a_run_whose_loss_is_lost_stops_and_keeps_its_good_checkpoints(pool: Any
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000001"]
 
 
-def _different_settings(run_dir: Path) -> str:
-    trainer = _trainer(run_dir)
-    trainer.check(dist.get_world_size())
-    trainer.settings["steps"] = dist.get_rank()
-    with pytest.raises(RuntimeError) as caught:
-        trainer._start()
-    return str(caught.value)
+def _different_settings(run_dir: Path) -> list[str]:
+    """What a rank says of other settings than another's, and of other data in the same place."""
+    said = []
+    for kind in ("settings", "data"):
+        trainer = _trainer(run_dir)
+        trainer.check(dist.get_world_size())
+        if kind == "settings":
+            trainer.settings["steps"] = dist.get_rank()
+        else:
+            trainer.data = TextData(seq_len=16, seed=dist.get_rank()).open()
+        with pytest.raises(RuntimeError) as caught:
+            trainer._start()
+        said.append(str(caught.value))
+    return said
 
 
-def test_ranks_with_different_configurations_do_not_start(pool: Any, tmp_path: Path) -> None:
-    for message in pool(2).run(_different_settings, tmp_path):
-        assert message.startswith("the configuration differs between ranks (rank 0: ")
+def test_ranks_with_different_configurations_or_data_do_not_start(pool: Any, tmp_path: Path) -> None:
+    for settings, data in pool(2).run(_different_settings, tmp_path):
+        assert settings.startswith("the configuration differs between ranks (rank 0: ")
+        assert data.startswith("what lies at shakespeare differs between ranks (rank 0: ")
 
 
 def test_input_that_cannot_work_is_refused_before_anything_starts(tmp_path: Path) -> None:

@@ -48,13 +48,14 @@ def _fail(line: str, code: int) -> int:
 
 
 class _bar:
-    """A progress bar of bytes, where there is a terminal."""
+    """A progress bar of bytes on stderr, where that is a terminal."""
 
     def __enter__(self) -> _bar:
+        from rich.console import Console
         from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
         columns = (TextColumn("preparing"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-        self._progress = Progress(*columns, disable=not sys.stderr.isatty())
+        self._progress = Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty())
         self._progress.start()
         self._task = self._progress.add_task("preparing", total=None)
         return self

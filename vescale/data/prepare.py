@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from vescale.data.samples import raise_all
-from vescale.data.token_file import FORMATS, TokenWriter, fingerprint, open_tokens
+from vescale.data.token_file import TokenWriter, fingerprint, open_tokens, output_problems
 from vescale.data.tokenizer import ByteTokenizer, tokenizer_of
 
 PIECE = 16 << 20  # bytes of text that are one piece of work: a quarter of a minute of a slow tokenizer
@@ -61,11 +61,7 @@ class Work:
         problems += [f"{name!r}: expected {', '.join(KINDS)}" for name in self.inputs if Path(name).suffix not in KINDS]
         if not self.inputs:
             problems.append("expected at least one input")
-        if self.layout not in FORMATS or Path(self.out).suffix != ".bin":
-            problems.append(
-                f"expected an output .bin and a layout of {', '.join(FORMATS)}, got {self.out} {self.layout}"
-            )
-        raise_all(problems)
+        raise_all(problems + output_problems(Path(self.out), self.layout))
         tokenizer_of(self.tokenizer, eos=self.eos)
 
 
@@ -261,7 +257,8 @@ def _join(work: Work, folder: Path, todo: Sequence[Piece]) -> dict[str, Any]:
     if not any((folder / f"{piece.index:06}.bin").stat().st_size for piece in todo):
         shutil.rmtree(folder)
         raise ValueError(f"no document in {', '.join(work.inputs)}; nothing was written")
-    kind = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
+    kind, about = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32", out.with_suffix(".json")
+    about.unlink(missing_ok=True)  # of what had this name before
     with TokenWriter(out, layout=work.layout, vocab_size=tokenizer.vocab_size) as writer:
         for piece in todo:
             file, problems = open_tokens(folder / f"{piece.index:06}.bin", dtype=kind)
@@ -282,5 +279,5 @@ def _join(work: Work, folder: Path, todo: Sequence[Piece]) -> dict[str, Any]:
         "layout": work.layout,
         "inputs": list(work.inputs),
     }
-    out.with_suffix(".json").write_text(json.dumps(facts, indent=1) + "\n")
+    about.write_text(json.dumps(facts, indent=1) + "\n")
     return facts

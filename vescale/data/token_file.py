@@ -191,6 +191,14 @@ def _open_megatron(path: Path, index: Path, *, dtype: str | None) -> tuple[Token
     return TokenFile(_map(path, MEGATRON_DTYPES[code]), np.unique(np.append(edges[firsts], edges[-1])), kind.name), []
 
 
+def output_problems(path: Path, layout: str) -> list[str]:
+    """Returns what is wrong with the name and the layout of a file that is to be written."""
+    problems = [] if path.suffix == ".bin" else [f"out: expected a file that ends in .bin, got {str(path)!r}"]
+    if layout not in FORMATS:
+        problems.append(f"layout: expected one of {', '.join(FORMATS)}, got {layout!r}")
+    return problems
+
+
 class TokenWriter:
     """Writes documents to a new file, which has its name once it is whole: on ``close``, or at the end of a context.
 
@@ -206,8 +214,8 @@ class TokenWriter:
     count: int  # ids written
 
     def __init__(self, path: Path, *, layout: str = "raw", vocab_size: int) -> None:
-        if layout not in FORMATS or path.suffix != ".bin":
-            raise ValueError(f"expected a .bin and one of {', '.join(FORMATS)}, got {path} and {layout!r}")
+        if problems := output_problems(path, layout):
+            raise ValueError("; ".join(problems))
         self.path, self.layout, self.count = path, layout, 0
         self.dtype = "<u2" if vocab_size <= 2**16 else "<i4" if layout == "megatron" else "<u4"
         self.lengths: list[int] = []
@@ -248,7 +256,10 @@ class TokenWriter:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-        beside = self.path.with_suffix(".idx" if self.layout == "megatron" else ".docs")
+        beside, other = self.path.with_suffix(".docs"), self.path.with_suffix(".idx")
+        if self.layout == "megatron":
+            beside, other = other, beside
+        other.unlink(missing_ok=True)  # of a file of another layout that had this name
         beside.write_bytes(self._index(edges) if self.layout == "megatron" else edges.tobytes())
         self._partial.replace(self.path)
 

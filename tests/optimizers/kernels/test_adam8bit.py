@@ -59,6 +59,26 @@ def test_kernel_and_twin_give_the_same_codes(interpreter) -> None:
     interpreter.run(_against_the_twin)
 
 
+def _tensors() -> None:
+    """Numbers that lie on the device: the bits of numbers of the host."""
+    torch.manual_seed(0)
+    n, spans = 700, ((0, 700),)
+    p, g = torch.randn(n), _gradient(n)
+    given = {name: torch.tensor(NUMBERS[name], dtype=torch.float64) for name in ("lr", "weight_decay")}
+    given["betas"] = tuple(torch.tensor(beta, dtype=torch.float64) for beta in NUMBERS["betas"])
+    for run in (adam8bit_triton, adam8bit_torch):
+        results = []
+        for numbers in (NUMBERS, NUMBERS | given):
+            new, moments = p.clone(), _moments(n, spans)
+            run(new, g, moments, torch.tensor(3.0), **numbers, spans=spans, compat="none")
+            results.append((new, *moments))
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)), run
+
+
+def test_tensors_are_the_numbers_in_them(interpreter) -> None:
+    interpreter.run(_tensors)
+
+
 def _by_definition() -> None:
     torch.manual_seed(0)
     n, spans = 4 * BLOCK, ((0, 4 * BLOCK),)

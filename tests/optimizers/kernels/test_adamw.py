@@ -46,6 +46,25 @@ def test_against_float64(interpreter) -> None:
     interpreter.run(_numbers)
 
 
+def _tensors() -> None:
+    """Numbers that lie on the device: the bits of numbers of the host."""
+    torch.manual_seed(0)
+    number = {name: torch.tensor(NUMBERS[name], dtype=torch.float64) for name in ("lr", "weight_decay")}
+    betas = {"betas": tuple(torch.tensor(beta, dtype=torch.float64) for beta in NUMBERS["betas"])}
+    operands = _operands(1500, 3)
+    for run in (adamw_triton, adamw_torch):
+        expected = [tensor.clone() for tensor in operands]
+        run(*expected, **NUMBERS)
+        for given in (number, betas, number | betas, {"betas": (0.9, betas["betas"][1])}):
+            ours = [tensor.clone() for tensor in operands]
+            run(*ours, **NUMBERS | given)
+            assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True)), (run, given)
+
+
+def test_tensors_are_the_numbers_in_them(interpreter) -> None:
+    interpreter.run(_tensors)
+
+
 def _zero_betas() -> None:
     p, g, m, v, t = _operands(100, 0)
     old = p.clone()

@@ -33,6 +33,21 @@ def test_against_float64(interpreter) -> None:
     interpreter.run(_numbers)
 
 
+def _tensors() -> None:
+    m, g = torch.randn(1500), torch.randn(1500)
+    for run in (momentum_triton, momentum_torch):
+        results = []
+        for decay in (DECAY, torch.tensor(DECAY, dtype=torch.float64)):
+            new, out = m.clone(), torch.empty(1500, dtype=torch.bfloat16)
+            run(new, g, out, decay=decay, nesterov=True)
+            results.append((new, out))
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)), run
+
+
+def test_a_tensor_is_the_number_in_it(interpreter) -> None:
+    interpreter.run(_tensors)
+
+
 def _skipped() -> None:
     for run in (momentum_triton, momentum_torch):
         m, g = torch.randn(1500), torch.full((1500,), torch.nan)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +83,40 @@ def test_without_pyarrow_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.Mon
         pieces(Work(inputs=(str(tmp_path / "b.parquet"),), out="t.bin"))
 
 
+class Terminal(io.StringIO):
+    """Takes lines as a terminal does."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_pieces_are_done_side_by_side_under_a_bar(
+    inputs: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = threading.Barrier(2)  # a piece is done when the other has begun
+
+    def meets(*args: Any) -> int:
+        both.wait(60)
+        return _do(*args)
+
+    class Threads(ThreadPoolExecutor):
+        def __init__(self, workers: int, **options: Any) -> None:
+            super().__init__(workers)
+
+    monkeypatch.setattr("vescale.data.prepare.ProcessPoolExecutor", Threads)
+    monkeypatch.setattr("vescale.data.prepare._do", meets)
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    assert main(["prepare", *inputs, "--out", str(tmp_path / "t.bin"), "--workers", "2"]) == 0
+    shown = re.sub(r"\x1b\[[0-9;?]*\w", "", sys.stderr.getvalue())  # type: ignore[attr-defined]
+    assert re.search(r"preparing \S+ (\d+)/\1 bytes 0:00:00", shown), shown
+    seen: list[tuple[int, int]] = []
+    monkeypatch.setattr("vescale.data.prepare._do", _do)
+    prepare(Work(inputs=inputs, out=str(tmp_path / "u.bin")), workers=1, advance=lambda *done: seen.append(done))
+    sizes = [Path(name).stat().st_size for name in inputs]
+    assert seen == [(sizes[0], sum(sizes)), (sum(sizes), sum(sizes))]
+    assert (tmp_path / "t.bin").read_bytes() == (tmp_path / "u.bin").read_bytes()
+
+
 def test_what_is_prepared_is_trained_on_without_saying_more(
     inputs: tuple[str, ...], tmp_path: Path, capsys: Any
 ) -> None:
@@ -93,6 +131,7 @@ def test_what_is_prepared_is_trained_on_without_saying_more(
     with pytest.raises(ValueError, match=r"dtype: expected uint16 \(.*t.json\), got uint32"):
         TextData(path=str(out), seq_len=8, val_fraction=0, dtype="uint32").open()
     assert facts["fingerprint"] == data.fingerprint and data.describe()["tokenizer"] == "bytes-320"
+    assert f"\n{data.fingerprint}\n" in printed
     assert sorted(path.name for path in out.parent.iterdir()) == ["t.bin", "t.docs", "t.json"]
 
 
@@ -156,6 +195,7 @@ def test_any_tokenizer_json_will_do(inputs: tuple[str, ...], tmp_path: Path) -> 
         (["latin.txt", "--tokenizer", "tokenizer.json"], "latin.txt, byte 5: expected UTF-8, got b'\\xe9'"),
         (["empty.txt", "empty.jsonl"], "no document in empty.txt, empty.jsonl; nothing was written"),
         (["a.parquet"], "a.parquet: is no parquet file"),
+        (["a.txt", "--out", "t.txt"], "data: out: expected a file that ends in .bin, got 't.txt'\n"),
         (["a.txt", "--workers", "0"], "workers: expected a number > 0, got 0"),
         (["a.txt", "--tokenizer", "none.json"], "'none.json' is no tokenizer.json"),
     ],

@@ -75,9 +75,26 @@ def test_a_damaged_file_is_one_line(tmp_path: Path, layout: str, ending: str, da
 
 
 def test_another_layout_or_ending_is_refused(tmp_path: Path) -> None:
-    for path, layout in ((tmp_path / "t.txt", "raw"), (tmp_path / "t.bin", "parquet")):
-        with pytest.raises(ValueError, match="expected a .bin and one of raw, llmc, megatron"):
-            TokenWriter(path, layout=layout, vocab_size=9)
+    out, kind = (
+        "out: expected a file that ends in .bin, got '.*t.txt'",
+        "layout: expected one of raw, llmc, megatron, got",
+    )
+    for name, layout, said in (
+        ("t.txt", "raw", f"^{out}$"),
+        ("t.bin", "x", f"^{kind} 'x'$"),
+        ("t.txt", "x", f"{out}; {kind}"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            TokenWriter(tmp_path / name, layout=layout, vocab_size=9)
+
+
+def test_a_file_of_another_layout_leaves_nothing_behind(tmp_path: Path) -> None:
+    for layout, beside in (("megatron", "t.idx"), ("raw", "t.docs"), ("megatron", "t.idx"), ("llmc", "t.docs")):
+        with TokenWriter(tmp_path / "t.bin", layout=layout, vocab_size=9) as writer:
+            writer.add(np.arange(len(layout)))
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["t.bin", beside]
+        file, problems = open_tokens(tmp_path / "t.bin", dtype="uint16")
+        assert problems == [] and file is not None and len(file.tokens) == len(layout)
 
 
 # --- several files
