@@ -18,7 +18,7 @@ where they lie is given all of a run.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -107,8 +107,8 @@ class Bucket:
         self.directions: list[torch.Tensor] = []
         self.writes: list[Write] = []
         self.before: list[tuple[torch.Tensor, torch.Tensor]] = []  # state that is written at once, and what it was
-        self.aside = torch.empty(0)  # where it is copied to: what is left of that
-        self._num_aside: int | None = None
+        self.aside: Iterator[torch.Tensor] = iter(())  # where it is copied to
+        self._sizes: list[int] | None = None  # of those copies
 
     def prepare(self, rule: Any, skip: torch.Tensor | None) -> None:
         """Runs the rule's element-wise part and sends the payloads of cut blocks on their way."""
@@ -151,7 +151,7 @@ class Bucket:
             self.exchange.reply()
         if self.sharing and not self.is_cut:
             self.sharing.start(self.directions)
-        self.payloads, self.aside = [], torch.empty(0)
+        self.payloads, self.aside = [], iter(())
 
     def apply(self, rule: Any, skip: torch.Tensor | None) -> None:
         """Steps the parameters along the directions and writes block state."""
@@ -178,7 +178,7 @@ class Bucket:
             value.copy_(before)
         for run in self.runs:
             run.put_back(failed=True)
-        self.payloads, self.directions, self.writes, self.before, self.aside = [], [], [], [], torch.empty(0)
+        self.payloads, self.directions, self.writes, self.before, self.aside = [], [], [], [], iter(())
 
     # --- blocks ---
 
@@ -225,8 +225,8 @@ class Bucket:
     def _call(self, rule: Any, run: Run, jobs: Sequence[Job], payloads: tuple[torch.Tensor, ...]) -> torch.Tensor:
         if not self.has_state:
             return rule.block(payloads, {})
-        rows, device = self._rows(run, jobs), run.steps.device
-        state = {name: _gather(of, of[0].shape).to(device, non_blocking=True) for name, of in rows.items()}
+        rows = self._rows(run, jobs)
+        state = {name: self._at_hand(of, run.steps.device) for name, of in rows.items()}
         copies = self._guard(rows, state)
         state["step"] = run.steps[0]
         direction, changed = rule.block(payloads, state, refresh=self._due(jobs[0]))
@@ -234,36 +234,32 @@ class Bucket:
             self.writes += [Write(row, value) for row, value in zip(rows[name], values, strict=True)]
         return direction
 
+    def _at_hand(self, rows: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+        """State as the rule is given it, (B, *state): where it lies, or together and on the device."""
+        return torch.stack(list(rows)).to(device, non_blocking=True) if self._batched else rows[0][None]
+
     def _guard(self, rows: Mapping[str, list[torch.Tensor]], state: dict[str, torch.Tensor]) -> list[str]:
         """Keeps what the rule is about to write in place, or has it write copies; returns the names of the copies."""
-        copies = []
-        for name in self.guarded:
-            if name not in rows:
-                continue
-            row, held = rows[name][0], state[name]
-            if len(rows[name]) == 1 and held.device == row.device and not self.may_skip:
-                self.before.append((row, self._copied_aside(row)))
-                continue
-            copies.append(name)
-            if len(rows[name]) == 1 and held.device == row.device:
-                state[name] = held.clone()
-        return copies
+        names = [name for name in self.guarded if name in rows]
+        if self._batched:
+            return names
+        if self.may_skip:
+            state |= {name: state[name].clone() for name in names}
+            return names
+        were = [state[name].view(-1) for name in names]
+        copies = [next(self.aside) for _ in were]
+        torch._foreach_copy_(copies, were)
+        self.before += zip(were, copies, strict=True)
+        return []
 
-    def _copied_aside(self, row: torch.Tensor) -> torch.Tensor:
-        """What ``row`` is before it is written."""
-        if row.numel() > self.aside.numel():
-            return row.clone()
-        copy, self.aside = self.aside[: row.numel()].view(row.shape), self.aside[row.numel() :]
-        return copy.copy_(row)
-
-    def _room_aside(self) -> torch.Tensor:
+    def _room_aside(self) -> Iterator[torch.Tensor]:
         """Memory for the copies of all blocks; taken one by one, they would lie where blocks compute, in the cache."""
         if not self.guarded or self.may_skip or self._batched:
-            return torch.empty(0)
-        if self._num_aside is None:
-            shapes = [of for job in self.jobs for name, of in self._shapes_of(job).items() if name in self.guarded]
-            self._num_aside = sum(shape.numel() for shape in shapes)
-        return torch.empty(self._num_aside)
+            return iter(())
+        if self._sizes is None:
+            shapes = map(self._shapes_of, self.jobs)
+            self._sizes = [of[name].numel() for of in shapes for name in self.guarded if name in of]
+        return iter(torch.empty(sum(self._sizes)).split(self._sizes))
 
     def _shapes_of(self, job: Job) -> dict[str, torch.Size]:
         """Of the state of a block."""
