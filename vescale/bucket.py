@@ -241,7 +241,7 @@ class Bucket:
     def _guard(self, rows: Mapping[str, list[torch.Tensor]], state: dict[str, torch.Tensor]) -> list[str]:
         """Keeps what the rule is about to write in place, or has it write copies; returns the names of the copies."""
         names = [name for name in self.guarded if name in rows]
-        if self._batched:
+        if self._batched or not names:
             return names
         if self.may_skip:
             state |= {name: state[name].clone() for name in names}

@@ -321,15 +321,15 @@ def _rivals(
     rule: Any, peer: Callable[[list[nn.Parameter]], Any], shapes: Sequence[tuple[int, ...]], mesh: DeviceMesh
 ) -> dict[str, Step]:
     """Ten steps of ours and of the peer, in the ways that it can be had on these ranks."""
+    step = ours(rule, shapes, 1, mesh)[0]
     if mesh.size() == 1:
-        theirs = peer(plain(AdamW(), shapes)[2]).step
-        return {"ours": _ten(plain(rule, shapes)[0]), "pytorch_optimizer": _ten(theirs)}
+        return {"ours": _ten(step), "pytorch_optimizer": _ten(peer(plain(AdamW(), shapes)[2]).step)}
     rows = []
     for param in fsdp2_params(shapes, 1, mesh):
         rows.append(nn.Parameter(param.to_local().clone()))
         rows[-1].grad = param.grad.to_local().clone()
     return {
-        "ours": _ten(ours(rule, shapes, 1, mesh)[0]),
+        "ours": _ten(step),
         "pytorch_optimizer + full_tensor": _ten(Gathered(fsdp2_params(shapes, 1, mesh), peer).step),
         "pytorch_optimizer on each rank's rows": _ten(peer(rows).step),
     }
