@@ -25,6 +25,7 @@ LEVELS = (
     {"anatomy"},
     {"member"},
     {"aliases"},
+    {"reduction"},
     {"unit"},
     {
         "shard_state",

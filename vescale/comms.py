@@ -42,6 +42,11 @@ class Comms:
     pool: Pool = contextlib.nullcontext
     symmetric: bool = False  # announce buffers before each collective
 
+    @property
+    def in_place(self) -> bool:
+        """Whether the result of a reduction may lie in what is reduced: torch's may, and of others nothing is known."""
+        return self.reduce_scatter is None and self.pool is contextlib.nullcontext
+
     def gather(
         self, out: torch.Tensor, own: torch.Tensor, *, group: dist.ProcessGroup, async_op: bool
     ) -> Handle | None:

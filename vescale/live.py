@@ -91,7 +91,7 @@ class LiveBytes(TorchDispatchMode):
             self.peak = self._bytes
             if self._explain:
                 self.at_peak = dict(Counter())
-                for _, size, name in self._storages.values():
+                for _, size, name in list(self._storages.values()):  # another thread may let one go meanwhile
                     self.at_peak[name] = self.at_peak.get(name, 0) + size
 
     def _count(self, func: Any, args: Any) -> None:

@@ -48,6 +48,7 @@ class Segment:
     gathered: Version | None = None  # of the masters that `full` holds; None while its storage is freed
     part: Part | None = None  # between forward and backward, of an int reshard
     partial: torch.Tensor | None = None  # (S,) reduced over the shards, not yet over the replicas
+    reduced: torch.Tensor | None = None  # (S,) reduced over all, not yet the gradient; not beyond a backward
 
     def version(self) -> Version:
         """Counts writes to the masters: to the shard, by operators on sharded parameters, to their runs, by optimizers.

@@ -15,6 +15,7 @@ With recomputation "saved" is the stream into each layer, and all of the one lay
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -279,8 +280,14 @@ class _Step(NamedTuple):
         if self.blueprint.in_backward:
             done = done[:1]  # the others are stepped, and their gradients gone
         if not self.accumulating:
-            parts["gradients"] = sum(unit.grad_bytes for unit in done)
+            parts["gradients"] = sum(map(self._shards, done))
         return parts | (self.stepping if done else {})
+
+    def _shards(self, unit: PlannedUnit) -> int:
+        """Bytes of the gradient shards of a unit that is done: narrower ones are widened by its step, or at the end."""
+        most = math.inf if self.blueprint.in_backward else self.dtypes.reduce
+        each = zip(unit.plans, unit.trainable, unit.itemsizes, strict=True)
+        return sum(plan.shard_size * int(min(size, most)) for plan, trains, size in each if trains)
 
 
 class LogitsKept(NamedTuple):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -87,8 +88,18 @@ class Tree:
         self.reducing = self.replicating = None
         for unit in landed:
             unit.wait_reduce()
+        self.settle()
         self._step(landed)
+
+    def settle(self, room: float = math.inf) -> None:
+        """Makes gradients of what has arrived, as far as there is room; backward writes no more of them.
+
+        Args:
+            room: Bytes.
+        """
         scratch.clear()
+        for state in self.states:
+            room = state.unit.settle(room)
 
     def _step(self, landed: Sequence[Unit]) -> None:
         """Steps units that step in backward; behind the reduce-scatters that were started before."""
@@ -345,14 +356,19 @@ class ShardState:
         Units whose inputs needed no gradient, and gradients that came late, leave here.
         """
         tree = self.tree
-        for state in reversed(tree.states):
+        for state in tree.states:
             state.in_backward, state.pending = False, 0
             if state.unit.unsharded and state.reshards_after_backward():
                 state.unit.reshard()
+        # While the last unit's reduce-scatter is on its way: no more of them than will live when all have landed.
+        tree.settle(sum(state.unit.growth() for state in tree.states))
+        for state in reversed(tree.states):
             if state.owes or state.unit.has_unreduced:
                 state._reduce()
         if tree.is_last_backward:
             tree.finish_reduce()
+        else:
+            tree.settle()
         tree.callback_queued = False
         tree.backwards += 1
         tree.stepped.clear()

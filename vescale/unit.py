@@ -23,6 +23,7 @@ Buffers of one segment (S = shard size, m ranks)::
     master       (S,)      stored dtype   lives always
     full         (m * S,)  param_dtype    unshard to reshard
     grad_full    (m * S,)  reduce_dtype   first gradient to the end of the reduce-scatter
+    reduced      (S,)      reduce_dtype   from then to the end of backward, where it is to be widened (``reduction``)
     grad         (S,)      stored dtype   first reduce to ``zero_grad``; ``param.grad`` are views of it
 """
 
@@ -33,7 +34,7 @@ import os.path
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,7 +49,6 @@ from vescale.collectives import Handle
 from vescale.comms import Comms
 from vescale.counting import Counters
 from vescale.dbuffer import DBuffer
-from vescale.kernels.accumulate import accumulate_
 from vescale.member import HOME as HOME
 from vescale.member import PENDING as PENDING
 from vescale.member import Home as Home
@@ -58,6 +58,7 @@ from vescale.member import Segment as Segment
 from vescale.member import home_of as home_of
 from vescale.member import member_specs as member_specs
 from vescale.planner import SegmentPlan
+from vescale.reduction import Reduction, accumulate, can_wait, converts
 from vescale.streams import Flight, labelled, lanes_of
 
 
@@ -70,15 +71,6 @@ class Controls:
     divide_factor: float | None = None  # None divides by the number of ranks
     all_reduce_hook: Callable[[torch.Tensor], None] | None = None  # sees each reduced shard before it is accumulated
     comms: Comms = field(default_factory=Comms)
-
-
-class Reduction(NamedTuple):
-    """A segment's gradients on their way: over the shards first, then over the replicas."""
-
-    segment: Segment
-    shard: torch.Tensor  # (S,), the result, once the flight has landed
-    flight: Flight
-    whole: torch.Tensor | None  # (m * S,), what is summed, free once the flight has landed
 
 
 class Unit:
@@ -198,13 +190,20 @@ class Unit:
         partial = self.take_partial(segment)
         self.counters.reduces += 1
         self.counters.reduce_bytes += partial.nbytes
-        alone = partial.plan.num_ranks == 1
+        alone, inside = partial.plan.num_ranks == 1, self._reduces_inside(segment, partial)
         comms = self.controls.comms
         with comms.pool():
-            shard = partial.slot() if alone else partial.local.new_empty(partial.plan.shard_size)
+            shard = partial.slot() if alone or inside else partial.local.new_empty(partial.plan.shard_size)
         reduce = functools.partial(comms.reduce, shard, partial.local, group=partial.group)
         flight = lanes_of(shard.device).reduce.launch(reduce, partial.local, shard)
-        return Reduction(segment, shard, flight, None if alone else partial.local)
+        return Reduction(segment, shard, flight, None if alone else partial.local, inside)
+
+    def _reduces_inside(self, segment: Segment, partial: DBuffer) -> bool:
+        """Whether the sum may lie in this rank's slot of what is summed: it is read as soon as it has landed."""
+        alone, replicas = partial.plan.num_ranks == 1, partial.layout.replicas
+        if alone or replicas is not None or self.after_reduce is None or not self.controls.comms.in_place:
+            return False
+        return converts(segment, partial.local.dtype, partial.local.device)
 
     def take_partial(self, segment: Segment) -> DBuffer:
         """Hands over what backward wrote, zero where it wrote nothing: this rank's term of the sum."""
@@ -234,16 +233,58 @@ class Unit:
         return bool(self._reduces)
 
     def wait_reduce(self) -> None:
-        """Waits for the reductions and adds their results, scaled, to the gradients of the sharded parameters."""
+        """Waits for the reductions and adds their results, scaled, to the gradients of the sharded parameters.
+
+        Those that have to be widened, and that nobody looks at before, stay as they arrived until ``settle``.
+        """
         while self._reduces:
             with torch.no_grad(), labelled("wait_reduce", self.name):
                 reduction = self._reduces.pop(0)
-                _land(reduction)
-                self._accumulate(reduction.segment, reduction.shard)
+                self._arrive(reduction.segment, reduction.land(), reduction.inside)
+                if reduction.inside:
+                    reduction.free()
                 self.has_fresh_grads = True
 
+    def _arrive(self, segment: Segment, reduced: torch.Tensor, inside: bool) -> None:
+        if segment.reduced is not None:  # of an earlier reduction in this backward
+            self._accumulate(segment)
+        at_once = inside or self.after_reduce is not None or self.controls.all_reduce_hook is not None
+        segment.reduced = reduced
+        if at_once or not can_wait(segment, reduced):
+            self._accumulate(segment)
+
+    def growth(self) -> int:
+        """Bytes by which what this unit holds of gradients grows until all are in the shards; < 0 if it shrinks."""
+        held = [(segment, segment.reduced.nbytes) for segment in self.segments if segment.reduced is not None]
+        held += [(segment, segment.grad_full.nbytes) for segment in self.segments if segment.grad_full is not None]
+        held += [(reduction.segment, reduction.nbytes) for reduction in self._reduces]
+        return sum((segment.master.nbytes if segment.grad is None else 0) - nbytes for segment, nbytes in held)
+
+    def settle(self, room: float) -> float:
+        """Makes gradients of what has arrived and was left as it was, as far as there is room.
+
+        Args:
+            room: Bytes.
+
+        Returns:
+            Bytes that are left of it.
+        """
+        for segment in self.segments:
+            grown = 0 if segment.reduced is None else segment.master.nbytes - segment.reduced.nbytes
+            if segment.reduced is not None and grown <= room:
+                room -= grown
+                with torch.no_grad(), labelled("settle", self.name):
+                    self._accumulate(segment)
+        return room
+
+    def _accumulate(self, segment: Segment) -> None:
+        reduced, segment.reduced = segment.reduced, None
+        assert reduced is not None
+        multiplier = 1.0 / (self.controls.divide_factor or self.mesh.size())
+        accumulate(segment, reduced, multiplier=multiplier, hook=self.controls.all_reduce_hook)
+
     def _all_reduce(self, reduction: Reduction, replicas: dist.ProcessGroup) -> Reduction:
-        segment, shard = _land(reduction)
+        segment, shard = reduction.segment, reduction.land()
         if segment.partial is not None:
             shard.add_(segment.partial)
             segment.partial = None
@@ -252,7 +293,7 @@ class Unit:
 
     def _hold(self, reduction: Reduction) -> None:
         """Keeps a sum over the shards, in the reduce dtype, until a backward that reduces over the replicas too."""
-        segment, shard = _land(reduction)
+        segment, shard = reduction.segment, reduction.land()
         segment.partial = shard if segment.partial is None else segment.partial.add_(shard)
 
     def step(self) -> None:
@@ -279,7 +320,7 @@ class Unit:
             reduction.flight.wait()
         self._reduces.clear()
         for segment in self.segments:
-            segment.grad_full = segment.partial = None
+            segment.grad_full = segment.partial = segment.reduced = None
             for param in segment.unsharded:
                 param.grad, param.grad_slot_written = None, False  # type: ignore[attr-defined]
         self.reshard()
@@ -344,54 +385,6 @@ class Unit:
             param.grad_slot_written = True
         self.counters.grad_copies += 1
         self.counters.grad_copy_bytes += slot.nbytes
-
-    def _accumulate(self, segment: Segment, reduced: torch.Tensor) -> None:
-        """gradient shard = (what was there) + multiplier * reduced, in the master's dtype."""
-        multiplier = 1.0 / (self.controls.divide_factor or self.mesh.size())
-        if self.controls.all_reduce_hook is not None:
-            self.controls.all_reduce_hook(reduced.mul_(multiplier))
-            multiplier = 1.0
-        if any(param._backward_hooks for param in segment.sharded):
-            reduced, multiplier = self._hooked(segment, reduced.to(segment.master.local.dtype) * multiplier), 1.0
-        self._add(segment, reduced, multiplier)
-        assert segment.grad is not None
-        for index, param in enumerate(segment.sharded):
-            if not param.requires_grad:
-                continue
-            if param.grad is None:
-                param.grad = segment.grad.tensor(index)
-            for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values():
-                hook(param)
-
-    def _add(self, segment: Segment, reduced: torch.Tensor, multiplier: float) -> None:
-        """Leaves ``multiplier * reduced`` in the gradient shard, added to what parameters have already."""
-        fresh = [index for index, param in enumerate(segment.sharded) if param.grad is None]
-        if len(fresh) < len(segment.sharded):
-            realias_grads(segment)  # a hook or a user may have put another gradient there
-        master = segment.master.local
-        empty = len(fresh) == len(segment.sharded) or segment.grad is None
-        if empty and (reduced.dtype, reduced.device) == (master.dtype, master.device):
-            # What arrived is the gradient: nothing is copied.
-            segment.grad = segment.master.sibling(segment.master.placement, reduced)
-            if multiplier != 1.0:
-                reduced.mul_(multiplier)
-            return
-        if empty:
-            segment.grad = segment.master.sibling(segment.master.placement, torch.empty_like(master))
-        assert segment.grad is not None
-        for index in () if empty else fresh:
-            segment.grad.run(index).zero_()
-        accumulate_(segment.grad.local, reduced.to(master.device), scale=multiplier, fresh=empty)
-
-    def _hooked(self, segment: Segment, fresh: torch.Tensor) -> torch.Tensor:
-        """Shows each fresh gradient to the hooks of its sharded parameter, as autograd would, and returns the shard."""
-        shard = segment.master.sibling(segment.master.placement, fresh)
-        for index, param in enumerate(segment.sharded):
-            for hook in (param._backward_hooks or {}).values():
-                grad = hook(shard.tensor(index))
-                if grad is not None:
-                    copy_in(shard.run(index), grad, param, f"a hook of {segment.members[index].name} returned")
-        return fresh
 
     # --- aliases ---
 
@@ -574,14 +567,6 @@ def _taker(unit: Unit, segment: Segment, index: int) -> Callable[[Any], None]:
             alive._take(where, index, param)
 
     return take
-
-
-def _land(reduction: Reduction) -> tuple[Segment, torch.Tensor]:
-    """Waits, and gives back the memory of what was summed."""
-    reduction.flight.wait()
-    if reduction.whole is not None:
-        scratch.give(reduction.whole)
-    return reduction.segment, reduction.shard
 
 
 def _common_name(names: Sequence[str]) -> str:

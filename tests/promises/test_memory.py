@@ -31,11 +31,11 @@ class Layer(nn.Module):
         return x + self.down(torch.relu(self.up(x)))
 
 
-def _model(depth: int, sizes: tuple[int, ...] = (2,)) -> nn.Module:
+def _model(depth: int, sizes: tuple[int, ...] = (2,), reduce: torch.dtype = torch.float32) -> nn.Module:
     from vescale import fully_shard
 
     model, mesh = nn.Sequential(*(Layer() for _ in range(depth)), nn.Linear(WIDTH, 1)), init_device_mesh("cpu", sizes)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce)
     for unit in (*list(model)[:-1], model):
         fully_shard(unit, mesh=mesh, mp_policy=policy)
     return model
@@ -45,14 +45,14 @@ def _sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=1e-3)
 
 
-def _above(depth: int, in_backward: bool, sizes: tuple[int, ...]) -> int:
+def _above(depth: int, in_backward: bool, sizes: tuple[int, ...], reduce: torch.dtype = torch.float32) -> int:
     """Peak of live bytes above masters and, where the step comes after backward, gradients.
 
     The least of twelve steps: gloo's threads may let go of a tensor late, and then one more is alive than need be.
     """
     from vescale import step_in_backward
 
-    model = _model(depth, sizes)
+    model = _model(depth, sizes, reduce)
     state = sum(segment.master.nbytes for unit in model.units() for segment in unit.segments)
     if in_backward:
         step_in_backward(model, _sgd)
@@ -75,6 +75,18 @@ def test_transient_memory_does_not_depend_on_depth(pool) -> None:
         assert (
             deep < 5 * layer
         )  # two gathered layers (bf16, half each), two gradient buffers (fp32), a shard, activations
+
+
+def test_a_narrow_reduction_is_widened_when_nothing_else_lives(pool) -> None:
+    """Reduced in bf16 on two ranks, S elements a shard, a gathered layer and a gradient buffer are 4 S bytes.
+
+    In backward what has arrived takes 2 S bytes a layer, where gradients take 4 S. Stepped in backward, there are two
+    gathered layers, two gradient buffers, in one of which the sum lies until the step, and a gradient to be copied.
+    """
+    narrow, grad = 2 * (8 * WIDTH * WIDTH + 5 * WIDTH) // 2, 2 * 4 * WIDTH * WIDTH  # 2 S, padding aside
+    small = 12 * 1024  # activations of a batch of one, the last layer, padding
+    assert max(pool(2).run(_above, 12, False, (2,), torch.bfloat16)) <= narrow + small
+    assert max(pool(2).run(_above, 4, True, (2,), torch.bfloat16)) <= 4 * 2 * narrow + grad + small
 
 
 def _resident() -> float:

@@ -95,12 +95,17 @@ def _every_work_late(policy: MixedPrecisionPolicy, replicas: bool, in_backward: 
 
 
 @pytest.mark.parametrize(
-    ("world", "dtype", "replicas", "in_backward"),
-    [(2, None, False, False), (2, torch.bfloat16, False, True), (4, None, True, False)],
+    ("world", "dtype", "reduce", "replicas", "in_backward"),
+    [
+        (2, None, torch.float32, False, False),
+        (2, torch.bfloat16, torch.bfloat16, False, False),
+        (2, torch.bfloat16, torch.bfloat16, False, True),
+        (4, None, torch.float32, True, False),
+    ],
 )
 def test_each_work_late_and_everything_freed_poisoned_leaves_the_bits(
-    pool, world: int, dtype: torch.dtype | None, replicas: bool, in_backward: bool
+    pool, world: int, dtype: torch.dtype | None, reduce: torch.dtype, replicas: bool, in_backward: bool
 ) -> None:
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce)
     counts = pool(world).run(_every_work_late, policy, replicas, in_backward)
     assert counts[0] >= 3 * 3 * 2  # three micro-batches gather three layers twice

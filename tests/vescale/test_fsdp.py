@@ -414,12 +414,12 @@ def test_two_forwards_before_a_backward_equal_one_process(pool) -> None:
     pool(2).run(_two_forwards, 2)
 
 
-def _attributes_and_hooks() -> None:
+def _attributes_and_hooks(dtype: torch.dtype | None) -> None:
     from vescale import fully_shard
 
     model = nn.Linear(5, 5)
     model.weight.note = "mine"
-    fully_shard(model)
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype))
     params, fired = dict(model.named_parameters()), []
     assert params["weight"].note == "mine"
     params["weight"].register_post_accumulate_grad_hook(lambda p: fired.append(p.grad.full_tensor().clone()))
@@ -432,7 +432,8 @@ def _attributes_and_hooks() -> None:
 
 
 def test_attributes_are_on_both_sides_and_hooks_fire_on_the_sharded_one(pool) -> None:
-    pool(2).run(_attributes_and_hooks)
+    for dtype in (None, torch.bfloat16):
+        pool(2).run(_attributes_and_hooks, dtype)
 
 
 def _inference_first(world: int) -> None:

@@ -11,6 +11,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -474,6 +475,9 @@ def test_a_run_that_is_stopped_says_so_and_can_go_on(
 
 
 def _refused_beside_another(folder: Path, argv: list[str], capsys: Any) -> None:
+    for thread in threading.enumerate():
+        if thread.name == "checkpoint":  # what the interrupted run was writing
+            thread.join()
     left = folder / "checkpoints" / "step_00000004.partial"
     left.mkdir()  # what the other is writing
     files = {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")}
