@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import configparser
+import contextlib
 import json
 import logging
 import math
@@ -38,6 +39,8 @@ ANSWER_SHARE = 1 / 2
 # answers and then hangs holds a run for 90 s when it starts, and without limit when it ends.
 QUIET = {"console": "off", "silent": True, "init_timeout": 30.0, "finish_timeout": 60.0}
 FILE_ONLY = "metrics.jsonl only"
+# HTTP codes of a server that may be W&B: an older one, one that wants another kind of key, one that asks to wait.
+UNDERSTOOD = (400, 401, 403, 429)
 NAMES = {math.inf: "Infinity", -math.inf: "-Infinity"}  # JSON has no such numbers; float() reads these words
 
 
@@ -137,6 +140,8 @@ class Tracking:
                 return self._init(wandb, folder, config=config, identity=identity, mode=attempt)
             except Exception as error:  # whatever wandb raises, the run is worth more
                 logger.warning("W&B could not start %s (%s)", attempt, _line(error))
+                with contextlib.suppress(Exception):
+                    wandb.teardown()  # else it holds the run's id
         return None, FILE_ONLY
 
     def _init(
@@ -379,13 +384,20 @@ class _Answer:
             error.close()
             if error.code in (401, 403) and self._key:
                 return f"{self._server} refuses the API key (HTTP {error.code})"
-            return f"{self._server} does not answer" if error.code >= 500 else ""
-        return f"{self._server} refuses the API key" if self._key and _knows_nobody(said) else ""
+            if error.code in UNDERSTOOD:
+                return ""
+            return (
+                f"{self._server} {'does not answer' if error.code >= 500 else 'is no W&B server'} (HTTP {error.code})"
+            )
+        return self._heard(said)
 
-
-def _knows_nobody(said: bytes) -> bool:
-    """Whether a server's answer is that the key is nobody's."""
-    try:
-        return json.loads(said)["data"]["viewer"] is None
-    except (ValueError, KeyError, TypeError):
-        return False
+    def _heard(self, said: bytes) -> str:
+        """What is wrong with an answer, which is GraphQL's if this is a W&B server."""
+        try:
+            answer = json.loads(said)
+        except ValueError:
+            answer = None
+        if not (isinstance(answer, dict) and {"data", "errors"} & answer.keys()):
+            return f"{self._server} is no W&B server"
+        nobody = "viewer" in (answer.get("data") or {}) and answer["data"]["viewer"] is None
+        return f"{self._server} refuses the API key" if self._key and nobody else ""

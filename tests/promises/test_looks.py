@@ -15,6 +15,7 @@ import torch
 
 from vescale import health, train
 from vescale.journal import Journal
+from vescale.stop import Stopped
 from vescale.tracking import read_metrics
 from vescale.trainer import Trainer
 from vescale.watchdog import RECORDED, Watchdog
@@ -71,6 +72,15 @@ def test_memory_that_has_run_out_is_the_plans_table_and_one_line(
         r"vescale.train: out of memory \(.*can't allocate memory.*\); between steps the plan holds 0.0 GiB a rank, the "
     )
     assert re.match(said, line), line
+
+
+def test_a_rank_that_is_short_alone_speaks_for_itself(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    def run() -> None:
+        raise Stopped("out of memory (all of it)") from MemoryError()
+
+    monkeypatch.setenv("RANK", "1")
+    assert train._train(SimpleNamespace(run=run, settings={})) == 1  # type: ignore[arg-type]
+    assert capsys.readouterr().err == "vescale.train: rank 1: out of memory (all of it)\n"
 
 
 class Terminal(io.StringIO):

@@ -29,6 +29,8 @@ from vescale.tracking import Tracking, read_metrics
 
 FILE_ONLY = Tracking(mode="disabled")
 KEY = "0" * 40
+PROBE = b'{"query": "query { viewer { id } }"}'
+SOMEBODY = b'{"data": {"viewer": {"id": "me"}}}'
 
 
 @pytest.fixture(autouse=True)
@@ -83,14 +85,17 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Wandb]:
 
 @pytest.fixture
 def serve() -> Iterator[Callable[..., str]]:
-    """``serve(status)`` starts a server that answers everything with ``status``, and returns its address."""
+    """Starts a server that answers everything with a status and some bytes, and returns its address.
+
+    With ``probe_only`` it does so when asked who the key's owner is, and knows nothing else.
+    """
     servers: list[HTTPServer] = []
 
-    def start(status: int, said: bytes = b"") -> str:
+    def start(status: int, said: bytes = b"", *, probe_only: bool = False) -> str:
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
-                self.rfile.read(int(self.headers["Content-Length"]))
-                self.send_response(status)
+                asked = self.rfile.read(int(self.headers["Content-Length"]))
+                self.send_response(404 if probe_only and asked != PROBE else status)
                 self.end_headers()
                 self.wfile.write(said)
 
@@ -253,7 +258,7 @@ def test_without_a_key_a_run_is_offline_and_says_so_only_when_online_was_asked_f
     assert [record.message for record in caplog.records] == ["W&B is offline: no API key"]
 
 
-@pytest.mark.parametrize(("status", "mode"), [(200, "online"), (404, "online"), (401, "offline"), (503, "offline")])
+@pytest.mark.parametrize(("status", "mode"), [(200, "online"), (429, "online"), (401, "offline"), (503, "offline")])
 @pytest.mark.parametrize("where", ["environment", "files"])
 def test_with_a_key_the_servers_answer_decides(
     tmp_path: Path,
@@ -264,7 +269,7 @@ def test_with_a_key_the_servers_answer_decides(
     mode: str,
     where: str,
 ) -> None:
-    address, fake = serve(status), wandb()
+    address, fake = serve(status, SOMEBODY), wandb()
     if where == "environment":
         monkeypatch.setenv("WANDB_BASE_URL", address)
         monkeypatch.setenv("WANDB_API_KEY", KEY)
@@ -285,7 +290,9 @@ def test_with_a_key_the_servers_answer_decides(
         (401, b"", "refuses the API key (HTTP 401)"),
         (403, b"", "refuses the API key (HTTP 403)"),
         (200, b'{"data": {"viewer": null}}', "refuses the API key"),
-        (500, b"", "does not answer"),
+        (500, b"", "does not answer (HTTP 500)"),
+        (404, b"", "is no W&B server (HTTP 404)"),
+        (200, b"<html>Please log in</html>", "is no W&B server"),
     ],
 )
 def test_a_wrong_key_is_one_line_and_wandb_is_not_asked_to_go_online(
@@ -317,7 +324,7 @@ def test_the_key_goes_to_its_own_server_alone(monkeypatch: pytest.MonkeyPatch) -
     (question,) = asked
     word = base64.b64decode(question.unredirected_hdrs["Authorization"].removeprefix("Basic ")).decode()
     assert (question.full_url, word) == ("https://there/graphql", f"api:{KEY}")
-    assert question.data == b'{"query": "query { viewer { id } }"}' and "Authorization" not in question.headers
+    assert question.data == PROBE and "Authorization" not in question.headers
 
 
 def test_a_refused_connection_means_offline_at_once(
@@ -433,7 +440,7 @@ def test_a_run_that_cannot_start_online_starts_offline(
     serve: Callable[[int], str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setenv("WANDB_BASE_URL", serve(200))
+    monkeypatch.setenv("WANDB_BASE_URL", serve(200, SOMEBODY))
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     fake = wandb("init online")
     train(tmp_path, range(1), tracking=Tracking(timeout_s=60))
@@ -494,6 +501,24 @@ print(json.dumps([took / slower, slower, time.time(), tracker.id, tracker.where]
     run = found.run
     assert (run.project, run.run_group, [*run.tags], run.run_id) == ("ours", "g", ["t"], identity)
     assert found.config["model"] == {"dim": 64} and ("*", "tokens") in found.axes and found.exit_codes == [3]
+
+
+def test_a_server_that_knows_the_key_and_no_run_costs_a_line_and_the_run_is_offline(tmp_path: Path, serve: Any) -> None:
+    address = serve(200, SOMEBODY, probe_only=True)
+    script = """
+import logging
+said = []
+handler = logging.Handler()
+handler.emit = said.append
+logging.getLogger("vescale.tracking").addHandler(handler)
+with Tracking(timeout_s=60).open(FOLDER) as tracker:
+    tracker.log({"loss": 0.5}, step=1, tokens=2)
+print(json.dumps([tracker.id, tracker.where, [record.getMessage() for record in said]]))
+"""
+    identity, where, said = run_script(script, tmp_path, WANDB_API_KEY=KEY, WANDB_BASE_URL=address)
+    assert len(said) == 1 and said[0].startswith("W&B could not start online (")
+    (path,) = tmp_path.glob(f"wandb/offline-run-*-{identity}/run-{identity}.wandb")
+    assert where.startswith("offline in ") and kept(path).rows == [{"step": 1, "tokens": 2, "loss": 0.5}]
 
 
 def test_without_a_key_a_resumed_run_goes_on_under_the_same_id_from_a_step_back(tmp_path: Path) -> None:
