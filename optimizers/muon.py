@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -28,6 +28,10 @@ ADJUST_LR: dict[str, Callable[[int, int], float]] = {
     # Outputs change alike at every width: arXiv 2310.17813, condition 1; "spectral_norm" of microsoft/dion.
     "spectral": lambda m, n: math.sqrt(m / n),
 }
+
+
+# Elements of the matrices of one launch: it holds two copies of them, and more of them make no GPU busier.
+TOGETHER = 2**27
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,7 +202,8 @@ class Muon:
     ) -> None:
         """Writes the directions of matrices of any shapes into ``out``, each where its payload lies; see ``block``.
 
-        One launch for all of them, but for those that ``gram_newton_schulz`` takes, one by one.
+        One launch for all of them up to ``TOGETHER`` elements, but for those that ``gram_newton_schulz`` takes, one by
+        one.
 
         Args:
             payloads: One flat tensor, (n,) in ``wire_dtype``; never written.
@@ -216,7 +221,8 @@ class Muon:
                     together.append(Matrix(start, rows, n, ADJUST_LR[self.adjust_lr](rows, n)))
                 start += rows * n
         options: dict[str, Any] = {"coefficients": self.coefficients, "dtype": self.ns_dtype, "eps": self.eps}
-        grouped_newton_schulz(flat, out, tuple(together), **options)
+        for some in _portions(together):
+            grouped_newton_schulz(flat, out, some, **options)
 
     def _orthogonal(self, matrices: Tensor) -> Tensor:
         """Directions of (B, m, n) matrices, in ``ns_dtype``."""
@@ -242,3 +248,18 @@ class Muon:
             skip: None, or () float32: 1.0 writes nothing.
         """
         descend(param, direction, lr=self.lr, weight_decay=self.weight_decay, skip=skip, cautious=self.cautious)
+
+
+def _portions(matrices: Sequence[Matrix]) -> Iterator[tuple[Matrix, ...]]:
+    """Cuts a list of matrices into stretches of at most ``TOGETHER`` elements, or of one matrix."""
+    some: list[Matrix] = []
+    size = 0
+    for matrix in matrices:
+        numel = matrix.rows * matrix.cols
+        if some and size + numel > TOGETHER:
+            yield tuple(some)
+            some, size = [], 0
+        some.append(matrix)
+        size += numel
+    if some:
+        yield tuple(some)

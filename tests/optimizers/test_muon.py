@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib
 import math
 import random
 from collections.abc import Callable
@@ -154,6 +155,33 @@ def test_on_a_device_the_batch_is_one_call_with_the_same_shapes() -> None:
     payload = torch.empty(5, 1, 24, 16, dtype=torch.bfloat16, device="meta")
     direction = Muon().block((payload,), {})
     assert direction.shape == payload.shape and direction.dtype == torch.bfloat16 and direction.is_contiguous()
+
+
+@pytest.mark.parametrize("options", [{}, {"split": (8, 16)}, {"iteration": "gram"}, WIDE], ids=str)
+@pytest.mark.parametrize("together", [2**27, 1])
+def test_matrices_of_any_shapes_in_place_are_those_one_by_one(
+    options: dict[str, Any], together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a run has them on a GPU, a gap between two, in one launch or in several."""
+    module, calls = importlib.import_module("optimizers.muon"), []
+    grouped = module.grouped_newton_schulz
+
+    def counted(flat: Tensor, out: Tensor, matrices: Any, **numbers: Any) -> None:
+        calls.append(len(matrices))
+        grouped(flat, out, matrices, **numbers)
+
+    monkeypatch.setattr(module, "grouped_newton_schulz", counted)
+    monkeypatch.setattr(module, "TOGETHER", together)
+    rule = Muon(**options)
+    places = ((0, (24, 16)), (400, (24, 40)), (1360, (1, 24, 80)))
+    flat = gaussian(1360 + 24 * 80).to(rule.wire_dtype)
+    out = torch.full_like(flat, 7.0)
+    rule.blocks_in_place((flat,), places, out)
+    for start, shape in places:
+        where = slice(start, start + math.prod(shape))
+        assert torch.equal(out[where].view(shape), rule.block((flat[where].view(-1, *shape[-2:]),), {}).view(shape))
+    assert bool((out[24 * 16 : 400] == 7).all())
+    assert max(calls) == 1 if together == 1 else len(calls) == 1
 
 
 @pytest.mark.parametrize("power", [-40, -1, 3, 40])
