@@ -22,7 +22,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from vescale.counting import Counters
 from vescale.exchange import Crossing, Exchange
@@ -353,7 +352,7 @@ def _jobs(at: int, run: Run, index: int, granule: int, start: int) -> list[Job]:
 
 def _is_ours(run: Run, key: Key, replicas: Mapping[Key, int]) -> bool:
     """Whether the ranks of this copy compute a granule."""
-    return not replicas or run.replicas is None or replicas[key] == dist.get_rank(run.replicas)
+    return not replicas or run.replicas is None or replicas[key] == run.replicas.rank()
 
 
 def _kept(at: int, run: Run, replicas: Mapping[Key, int]) -> list[Job]:
