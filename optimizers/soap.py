@@ -221,19 +221,27 @@ def _turned(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     new: dict[str, Tensor] = {}
     for factor, name, dim in (("left", "left_basis", -2), ("right", "right_basis", -1)):
         basis = state[name]
-        rows = basis.mT @ state[factor]  # factor @ basis, transposed: sorting rows is cheap, LAPACK takes columns
-        order = (basis.mT * rows).sum(-1).argsort(dim=-1, descending=True, stable=True)
+        across = basis.mT.contiguous()  # what follows has one order in memory; LAPACK takes columns, sorted as rows
+        rows = torch.bmm(across, state[factor])
+        order = (across * rows).sum(-1).argsort(dim=-1, descending=True, stable=True)
         finite = is_finite(rows)
-        sorted_ = _in_order(torch.where(finite[:, None, None], rows, basis.mT), order, -2)
+        sorted_ = _in_order(_chosen(finite, rows, across), order, -2)
         turned = torch.linalg.householder_product(*torch.geqrf(sorted_.mT))  # torch.linalg.qr without R
         good = finite & is_finite(turned)
-        new[name] = torch.where(good[:, None, None], turned, basis)
-        square = torch.where(good[:, None, None], _in_order(square, order, dim), square)
+        new[name] = _chosen(good, turned, basis)
+        square = _chosen(good, _in_order(square, order, dim), square)
         failures = failures + (~good).to(failures.dtype)
     left, right = (torch.bmm(new[name].mT, state[name]) for name in ("left_basis", "right_basis"))
     torch.bmm(torch.bmm(left, state["exp_avg"]), right.mT, out=state["exp_avg"])
     state["exp_avg_sq"].copy_(square)
     return {**new, "failures": failures}
+
+
+def _chosen(good: Tensor, new: Tensor, old: Tensor) -> Tensor:
+    """Of each block (B, m, n) the new one if it is good; no pass over them on a CPU, where to look costs nothing."""
+    if good.device.type == "cpu" and bool(good.all()):
+        return new
+    return torch.where(good[:, None, None], new, old)
 
 
 def _in_order(blocks: Tensor, order: Tensor, dim: int) -> Tensor:
