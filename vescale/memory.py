@@ -22,7 +22,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from vescale.blueprint import Blueprint, PlannedBucket, PlannedUnit
+from vescale.logit_clip import clipped_weights, watched_heads
 from vescale.planner import SegmentPlan
+from vescale.trainer import Trainer
 
 STAGES = (0, 1, 2, 3)
 # Bytes per element of a block that a rule holds while it computes one: Newton-Schulz on a wide matrix in bf16 with its
@@ -295,6 +297,17 @@ class LogitsKept(NamedTuple):
 
     nbytes: int  # the largest logit of each head of every layer, and of an all-reduce of them
     factors: int  # of the rows of a projection, one for each element here
+
+    @classmethod
+    def of(cls, trainer: Trainer, blueprint: Blueprint) -> LogitsKept | None:
+        """Returns what it takes in a run; None where nothing is clipped."""
+        clip = trainer.logit_clip
+        if clip is None:
+            return None
+        scaled = [projection.weight for _, of in clipped_weights(clip, trainer.model) for projection, _, _ in of]
+        shards = [plan.shard_size for unit in blueprint.units for plan in unit.plans]
+        factors = 4 * min(max(weight.numel() for weight in scaled), max(shards))
+        return cls(nbytes=4 * watched_heads(clip, trainer.model), factors=factors)
 
 
 def step_bytes(buckets: Sequence[PlannedBucket]) -> int:

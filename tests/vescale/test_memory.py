@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from vescale import memory, traffic
+from vescale import memory, shortage, traffic
 from vescale.blueprint import Blueprint, state_by_kind
 from vescale.live import LiveBytes
 from vescale.memory import Dtypes
@@ -66,6 +66,14 @@ def test_state_is_what_the_rules_declare_on_every_rank() -> None:
         assert least <= held < 1.01 * least + 4 * 32 * len(blueprint.units) * 2  # a run ends with its padding
     of_elements = ("Muon.momentum", "AdamW.exp_avg", "AdamW.exp_avg_sq")
     assert [sum(rank[kind] for kind in of_elements) for rank in kinds] == blueprint.state.tolist()
+
+
+def test_a_shortage_has_no_state_that_is_in_host_memory_and_what_clipping_takes(monkeypatch: Any) -> None:
+    monkeypatch.setattr(shortage, "pick_device", torch.device)
+    for device, there in (("cuda", False), ("cpu", True)):
+        words = ("optimizer.offload_state=true", "optimizer=muonclip", f"trainer.device={device}")
+        table = shortage.table(_trainer(*words), ranks=2)
+        assert ("optimizer state" in table, "largest logits" in table) == (there, True), table
 
 
 def _by_group(blueprint: Blueprint) -> dict[str, list[torch.Tensor]]:
