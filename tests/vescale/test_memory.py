@@ -106,6 +106,19 @@ def test_the_moments_that_are_drawn() -> None:
     assert last["gathered units"] == root and last["gradients in flight"] == root + unit
 
 
+def test_a_layer_is_stepped_between_the_backwards_of_two() -> None:
+    words = ("recipe=llama_debug_muon", "model.num_hidden_layers=3", "trainer.max_grad_norm=null")
+    found = _moments(_trainer(*words, "trainer.step_in_backward=true"), 2, batch=1)
+    blueprint = Blueprint(_trainer(*words), 2)
+    unit, root = 4 * blueprint.layers[0].whole, 4 * blueprint.root.whole
+    for layer in (1, 2):
+        step = found[f"step of model.layers.{layer}"].parts
+        assert step["gradients"] == unit // 2 and step["gradients in flight"] == root + unit
+        assert step["blocks of the optimizer"] > 0
+    for name in ("backward of model.layers.0", "backward of the embedding"):
+        assert found[name].parts["gradients"] == 0 and "blocks of the optimizer" not in found[name].parts
+
+
 def test_a_later_micro_batch_finds_gradients() -> None:
     first, later = (_moments(_trainer("recipe=llama_debug_adamw"), 2, batch=1, micro_batches=count) for count in (1, 2))
     name = "backward of model.layers.4"
