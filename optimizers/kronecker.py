@@ -8,10 +8,14 @@ A matrix of 5 x 7 in blocks of 3 x 3; those at the edge are blocks of their own,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from optimizers.fields import exact, weight
+from optimizers.fields import exact
+from optimizers.kernels.adamw import adamw_each_
+from optimizers.symmetric import symmetric_
 
 
 def kronecker_block(owner: object, shape: tuple[int, ...], size: int) -> tuple[int, ...]:
@@ -40,28 +44,43 @@ def _divisor(length: int, most: int) -> int:
     return next((size for size in range(min(length, most), 1, -1) if length % size == 0), 1)
 
 
-def average(old: Tensor, new: Tensor, beta: float | Tensor) -> Tensor:
-    """Returns ``beta old + (1 - beta) new``, as a new tensor; ``beta`` is a number below 1 or a 0-d tensor."""
-    return old.lerp(new, weight(1 - exact(beta), old))
-
-
-def followed(old: Tensor, rows: Tensor, beta: float) -> Tensor:
-    """Returns ``beta old + (1 - beta) rows rows^T``, without the factor for a beta of 1, as a new tensor, in one pass.
+def follow_(average: Tensor, rows: Tensor, beta: float) -> None:
+    """Sets ``average`` to ``beta average + (1 - beta) rows rows^T``, without the factor for a beta of 1.
 
     Args:
-        old: (B, d, d) float32.
+        average: (B, d, d) float32, symmetric.
         rows: (B, d, k) float32.
         beta: Decay of the average.
     """
-    return torch.baddbmm(old, rows, rows.mT, beta=beta, alpha=1 if beta == 1 else 1 - beta)
+    symmetric_(average, rows, rows.mT, beta=beta, alpha=1 if beta == 1 else 1 - beta)
 
 
-def square_average(old: Tensor, new: Tensor, beta: float | Tensor) -> Tensor:
-    """Returns ``beta old + (1 - beta) new^2`` as a new tensor; ``beta`` is a number below 1 or a 0-d tensor."""
-    kept = exact(beta)
-    if isinstance(kept, Tensor):
-        return (old * kept).addcmul_(new, new * (1 - kept))
-    return (old * kept).addcmul_(new, new, value=1 - kept)
+def adam_(
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    grad: Tensor,
+    step: Tensor,
+    *,
+    betas: Sequence[float | Tensor],
+    eps: float,
+    out: Tensor,
+) -> Tensor:
+    """Moves both moments in place and returns ``mhat / (sqrt(vhat) + eps)``, Adam's step, in one pass.
+
+    It is the step of AdamW, by a learning rate of -1, of a parameter of zeros.
+
+    Args:
+        exp_avg: (B, m, n) float32.
+        exp_avg_sq: (B, m, n) float32.
+        grad: (B, m, n) float32, left as it is.
+        step: () float32, the steps before this one, by which the moments are corrected; infinity: not at all.
+        betas: Decay of the two moments per step, each in [0, 1); numbers or 0-d tensors.
+        eps: Added to the root of the second moment, in units of the gradient.
+        out: (B, m, n) float32 of any contents, where the step goes: memory that is in the cache already.
+    """
+    moments = [exp_avg], [exp_avg_sq]
+    adamw_each_([out.zero_()], [grad], *moments, [step], lr=-1.0, betas=betas, eps=eps, weight_decay=0.0)
+    return out
 
 
 def correction(beta: float | Tensor, steps: Tensor) -> Tensor:

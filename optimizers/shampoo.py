@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from optimizers.descent import descend
-from optimizers.fields import are_betas, check, is_count, is_rate, within
-from optimizers.kronecker import average, correction, followed, kronecker_block, size_of, square_average
+from optimizers.fields import are_betas, check, exact, is_count, is_rate, weight, within
+from optimizers.kronecker import adam_, correction, follow_, kronecker_block, size_of
 from optimizers.matrix_root import ROOTS, inverse_root
 
 
@@ -64,6 +64,7 @@ class Shampoo:
     wire_dtype: torch.dtype = torch.float32
 
     finest: ClassVar[int] = 1
+    state_in_place: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq", "left", "right")
 
     def __post_init__(self) -> None:
         check(
@@ -118,41 +119,34 @@ class Shampoo:
     def block(
         self, payloads: tuple[Tensor, ...], state: Mapping[str, Tensor], *, refresh: str | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Returns the directions, like the payload, and what of the state is new.
+        """Returns the directions, like the payload, and what is new of the state that is not written in place.
 
         Args:
             payloads: The gradients, (B, m, n) or (B, 1, m, n) in ``wire_dtype``; never written.
-            state: The names of ``block_state``, (B, ...) each, and ``step``, () float32: the steps completed before
-                this one; never written.
+            state: The names of ``block_state``, (B, ...) each, those of ``state_in_place`` written; and ``step``, ()
+                float32: the steps completed before this one.
             refresh: Whether to compute roots: "first", "again", or None.
         """
-        grad = payloads[0].reshape(-1, *payloads[0].shape[-2:]).float()
-        steps, (beta1, beta2) = state["step"] + 1, self.betas
-        new = {
-            "left": followed(state["left"], grad, self.factor_beta),
-            "right": followed(state["right"], grad.mT, self.factor_beta),
-            "exp_avg": average(state["exp_avg"], grad, beta1),
-        }
+        grad, new = payloads[0].reshape(-1, *payloads[0].shape[-2:]).float(), {}
+        steps, moment, room = state["step"] + 1, state["exp_avg"], torch.empty_like(grad)
+        follow_(state["left"], grad, self.factor_beta)
+        follow_(state["right"], grad.mT, self.factor_beta)
         if self.graft == "adam":
-            new["exp_avg_sq"] = square_average(state["exp_avg_sq"], grad, beta2)
+            step = adam_(moment, state["exp_avg_sq"], grad, state["step"], betas=self.betas, eps=self.eps, out=room)
+            wanted = size_of(step)
+        else:
+            moment.lerp_(grad, weight(1 - exact(self.betas[0]), moment))
         if refresh is not None:
             scale = correction(self.factor_beta, steps)
-            new |= self._roots(new["left"] / scale, new["right"] / scale, state)
+            new = self._roots(state["left"] / scale, state["right"] / scale, state)
         left, right = (new.get(name, state[name]) for name in ("left_root", "right_root"))
-        direction = left @ new["exp_avg"] @ right
+        direction = torch.bmm(torch.bmm(left, moment, out=room), right)
         if self.graft == "adam":
             size = size_of(direction)
-            direction *= torch.where(size > 0, self._size_of_adam(new, steps) / size, 0.0)
+            direction *= torch.where(size > 0, wanted / size, 0.0)
         else:
-            direction /= correction(beta1, steps)
+            direction /= correction(self.betas[0], steps)
         return direction.to(self.wire_dtype).view(payloads[0].shape), new
-
-    def _size_of_adam(self, moments: Mapping[str, Tensor], steps: Tensor) -> Tensor:
-        """The Frobenius norm of Adam's step of each block, (B, 1, 1)."""
-        beta1, beta2 = self.betas
-        step = moments["exp_avg_sq"].sqrt().mul_(correction(beta2, steps).rsqrt()).add_(self.eps)
-        torch.div(moments["exp_avg"], step, out=step)
-        return size_of(step) / correction(beta1, steps)
 
     def _roots(self, left: Tensor, right: Tensor, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """New roots, the last ones where they fail, and how many have failed."""

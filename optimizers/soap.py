@@ -12,7 +12,7 @@ from torch import Tensor
 
 from optimizers.descent import descend
 from optimizers.fields import are_betas, check, is_count, is_rate, within
-from optimizers.kronecker import average, correction, followed, kronecker_block, square_average
+from optimizers.kronecker import adam_, correction, follow_, kronecker_block
 from optimizers.matrix_root import is_finite, largest_eigenvalue
 
 
@@ -63,6 +63,7 @@ class SOAP:
     wire_dtype: torch.dtype = torch.float32
 
     finest: ClassVar[int] = 1
+    state_in_place: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq", "left", "right")
 
     def __post_init__(self) -> None:
         check(
@@ -119,49 +120,49 @@ class SOAP:
     def block(
         self, payloads: tuple[Tensor, ...], state: Mapping[str, Tensor], *, refresh: str | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Returns the directions, like the payload, and what of the state is new.
+        """Returns the directions, like the payload, and what is new of the state that is not written in place.
 
         Args:
             payloads: The gradients, (B, m, n) or (B, 1, m, n) in ``wire_dtype``; never written.
-            state: The names of ``block_state``, (B, ...) each, and ``step``, () float32: the steps completed before
-                this one; never written.
+            state: The names of ``block_state``, (B, ...) each, those of ``state_in_place`` written; and ``step``, ()
+                float32: the steps completed before this one.
             refresh: Whether to renew the bases: "first" by eigenvectors, before the step; "again" by QR, after it; or
                 None.
         """
-        grad = payloads[0].reshape(-1, *payloads[0].shape[-2:]).float()
-        now = dict(state)
+        grad, new = payloads[0].reshape(-1, *payloads[0].shape[-2:]).float(), {}
         if refresh == "first":
-            now |= self._follow(grad, now)
-            now |= _eigenbases(now)
+            self._follow(grad, state)
+            new = _eigenbases(state)
             if self.first_step == "skip":
-                return torch.zeros_like(payloads[0]), _changed(now)
-        beta1, beta2 = self.betas
-        left, right = now["left_basis"], now["right_basis"]
-        rotated = left.mT @ grad @ right
-        now["exp_avg"] = average(now["exp_avg"], rotated, beta1)
-        now["exp_avg_sq"] = square_average(now["exp_avg_sq"], rotated, beta2)
-        steps = state["step"] + (1 if self.first_step == "step" else 0)
-        # What is read for the last time is where the next is written: blocks of 256 KB are new pages each time.
-        step = torch.sqrt(now["exp_avg_sq"], out=rotated).add_(self.eps)
-        torch.div(now["exp_avg"], step, out=step)
-        size = correction(beta2, steps).sqrt() / correction(beta1, steps)
-        direction = torch.bmm(left @ step, right.mT, out=step).mul_(size)
+                return torch.zeros_like(payloads[0]), new
+        left, right = (new.get(name, state[name]) for name in ("left_basis", "right_basis"))
+        half = torch.bmm(left.mT, grad)
+        rotated = torch.bmm(half, right)
+        # Of infinitely many steps Adam corrects nothing: eps is not to be scaled along with the root.
+        uncorrected = torch.full_like(state["step"], torch.inf)
+        moments = state["exp_avg"], state["exp_avg_sq"]
+        step = adam_(*moments, rotated, uncorrected, betas=self.betas, eps=self.eps, out=half)
+        size = self._size(state["step"] + (1 if self.first_step == "step" else 0))
+        direction = torch.bmm(torch.bmm(left, step, out=rotated), right.mT, out=step).mul_(size)
         if refresh != "first":
-            now |= self._follow(grad, now)
+            self._follow(grad, state)
         if refresh == "again":
-            now |= _turned(now)
-        return direction.to(self.wire_dtype).view(payloads[0].shape), _changed(now)
+            new = _turned(state)
+        return direction.to(self.wire_dtype).view(payloads[0].shape), new
 
-    def _follow(self, grad: Tensor, now: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The statistics with this gradient in them."""
+    def _size(self, steps: Tensor) -> Tensor:
+        """What a direction is multiplied by, () float32."""
+        beta1, beta2 = self.betas
+        return correction(beta2, steps).sqrt() / correction(beta1, steps)
+
+    def _follow(self, grad: Tensor, state: Mapping[str, Tensor]) -> None:
+        """Takes this gradient into the statistics."""
         rows, columns = grad, grad.mT
         if self.statistics == "kl":
-            rows = self._whitened(grad, now["right"], now["right_basis"])
-            columns = self._whitened(grad.mT, now["left"], now["left_basis"])
-        return {
-            "left": followed(now["left"], rows, self.factor_beta),
-            "right": followed(now["right"], columns, self.factor_beta),
-        }
+            rows = self._whitened(grad, state["right"], state["right_basis"])
+            columns = self._whitened(grad.mT, state["left"], state["left_basis"])
+        follow_(state["left"], rows, self.factor_beta)
+        follow_(state["right"], columns, self.factor_beta)
 
     def _whitened(self, grad: Tensor, factor: Tensor, basis: Tensor) -> Tensor:
         """``G Q diag(lambda)^(-1/2) / sqrt(n)``, whose Gram matrix is ``G F^-1 G^T / n`` (arXiv 2509.03378)."""
@@ -175,21 +176,17 @@ class SOAP:
         descend(param, direction, lr=self.lr, weight_decay=self.weight_decay, skip=skip)
 
 
-def _changed(now: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value for name, value in now.items() if name != "step"}
-
-
 def _eigenvalues(basis: Tensor, product: Tensor) -> Tensor:
     """``diag(Q^T A Q)``, (B, d), from Q and A Q."""
     return (basis * product).sum(-2)
 
 
-def _eigenbases(now: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _eigenbases(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Eigenvectors of the statistics, largest eigenvalue first; the old basis, counted, where there are none."""
-    new, failures = {}, now["failures"]
+    new, failures = {}, state["failures"]
     for factor, basis in (("left", "left_basis"), ("right", "right_basis")):
-        vectors, good = eigenvectors(now[factor])
-        new[basis] = torch.where(good[:, None, None], vectors, now[basis])
+        vectors, good = eigenvectors(state[factor])
+        new[basis] = torch.where(good[:, None, None], vectors, state[basis])
         failures = failures + (~good).to(failures.dtype)
     return {**new, "failures": failures}
 
@@ -218,13 +215,13 @@ def eigenvectors(a: Tensor) -> tuple[Tensor, Tensor]:
     return vectors.flip(-1), finite & is_finite(vectors)
 
 
-def _turned(now: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """One power step of both bases, with the moments moved along (nikhilvyas/SOAP, get_orthogonal_matrix_QR)."""
-    square, failures = now["exp_avg_sq"], now["failures"]
+def _turned(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """One power step of both bases; the moments move along (nikhilvyas/SOAP, get_orthogonal_matrix_QR)."""
+    square, failures = state["exp_avg_sq"], state["failures"]
     new: dict[str, Tensor] = {}
     for factor, name, dim in (("left", "left_basis", -2), ("right", "right_basis", -1)):
-        basis = now[name]
-        rows = basis.mT @ now[factor]  # factor @ basis, transposed: sorting rows is cheap, and LAPACK takes columns
+        basis = state[name]
+        rows = basis.mT @ state[factor]  # factor @ basis, transposed: sorting rows is cheap, LAPACK takes columns
         order = (basis.mT * rows).sum(-1).argsort(dim=-1, descending=True, stable=True)
         finite = is_finite(rows)
         sorted_ = _in_order(torch.where(finite[:, None, None], rows, basis.mT), order, -2)
@@ -233,8 +230,10 @@ def _turned(now: Mapping[str, Tensor]) -> dict[str, Tensor]:
         new[name] = torch.where(good[:, None, None], turned, basis)
         square = torch.where(good[:, None, None], _in_order(square, order, dim), square)
         failures = failures + (~good).to(failures.dtype)
-    left, right = (new[name].mT @ now[name] for name in ("left_basis", "right_basis"))
-    return {**new, "exp_avg": left @ now["exp_avg"] @ right.mT, "exp_avg_sq": square, "failures": failures}
+    left, right = (torch.bmm(new[name].mT, state[name]) for name in ("left_basis", "right_basis"))
+    torch.bmm(torch.bmm(left, state["exp_avg"]), right.mT, out=state["exp_avg"])
+    state["exp_avg_sq"].copy_(square)
+    return {**new, "failures": failures}
 
 
 def _in_order(blocks: Tensor, order: Tensor, dim: int) -> Tensor:

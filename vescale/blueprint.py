@@ -26,6 +26,7 @@ from vescale.owners import Deal, Load, assign, granule_costs, owned_blocks
 from vescale.planner import ALIGN, SegmentPlan, plan_segment
 from vescale.rule import Routing
 from vescale.run import Run, chunk_state, runs_of
+from vescale.sharing import Sharing, sharing_of
 from vescale.trainer import Trainer
 from vescale.unit import HOME, Home, Segment
 
@@ -83,6 +84,7 @@ class PlannedBucket(NamedTuple):
     runs: list[Run]
     exchange: Exchange | None
     offloaded: bool  # its state is brought to the device for the step
+    sharing: Sharing | None  # between copies of the model
 
     @property
     def rule(self) -> Any:
@@ -103,6 +105,8 @@ class Blueprint:
     Args:
         trainer: Of the run; its model stays on the meta device and is used up.
         num_ranks: Ranks that share the model, whatever the stage of the run: at stage 0 each is alone with a copy.
+        copies: Of the model, where these share blocks; 1: each computes its own.
+        copy: Whose ranks these are.
 
     Where experts are dealt (``parallelism.ep``), rank ``e ep + p`` holds the p-th part of every stack with the others
     of that p, of which there are ``num_ranks / ep``: all parts have one plan.
@@ -120,7 +124,8 @@ class Blueprint:
     ep: int  # ranks that deal the experts; 1: every rank has a shard of all
     stacks: tuple[nn.Module, ...]  # of dealt experts
 
-    def __init__(self, trainer: Trainer, num_ranks: int) -> None:
+    def __init__(self, trainer: Trainer, num_ranks: int, *, copies: int = 1, copy: int = 0) -> None:
+        self.copies, self.copy = copies, copy
         self.num_ranks, self.routing, self.rules = num_ranks, trainer.routing, trainer.rules
         self.in_backward, self.offloaded = trainer.config.step_in_backward, trainer.engine["offload_state"]
         self._model, self.ep = trainer.model, trainer.parallelism.ep
@@ -143,9 +148,10 @@ class Blueprint:
             inside = [plan for stack, some in dealt.items() if name and stack.startswith(f"{name}.") for plan in some]
             self.units.append(self._unit(name, [*own, *inside], [1] * len(own) + [self.ep] * len(inside)))
 
-    def over(self, num_ranks: int) -> Blueprint:
-        """Returns the same model shared by another number of ranks."""
+    def over(self, num_ranks: int, *, copies: int = 1, copy: int = 0) -> Blueprint:
+        """Returns the same model shared by another number of ranks, or as another copy's ranks have it."""
         other = Blueprint.__new__(Blueprint)
+        other.copies, other.copy = copies, copy
         other.num_ranks, other.routing, other.rules = num_ranks, self.routing, self.rules
         other.in_backward, other.offloaded = self.in_backward, self.offloaded
         other.ep, other.stacks = self.ep, self.stacks
@@ -192,7 +198,8 @@ class Blueprint:
                 dtype = self._params[plan.tensors[0].name].dtype
                 shard = torch.empty(plan.shard_size, dtype=dtype, device="meta")
                 group = groups[parts] if plan.num_ranks > 1 else None
-                master: Any = SimpleNamespace(rank=rank // parts, group=group, local=shard)
+                layout = SimpleNamespace(replicas=self._replicas)
+                master: Any = SimpleNamespace(rank=rank // parts, group=group, local=shard, layout=layout)
                 segment = Segment(plan, [], master, trains)
                 for at, tensor in enumerate(plan.tensors):
                     self._params[tensor.name].__dict__[HOME] = Home(None, segment, at)
@@ -204,17 +211,27 @@ class Blueprint:
         return runs
 
     @cached_property
+    def _replicas(self) -> Any:
+        """Stands for the group of ranks that hold the same shard, where copies share blocks."""
+        size, rank = self.copies, self.copy
+        return SimpleNamespace(size=lambda: size, rank=lambda: rank) if size > 1 else None
+
+    @cached_property
     def _dealt(self) -> Deal:
         """The owner of each cut granule, and the work of every rank."""
-        return assign(self._laid_out(0))
+        return assign(self._laid_out(0), share_replicas=self.copies > 1)
 
     def buckets(self, rank: int) -> list[PlannedBucket]:
         """Returns what travels together in the step of ``rank``, in order."""
         if rank not in self._buckets:
-            owners = self._dealt.owners
             packed = [runs for stepped in self._stepped(rank) for runs in together(stepped)]
-            self._buckets[rank] = [PlannedBucket(runs, exchange_of(runs, owners), self.offloaded) for runs in packed]
+            self._buckets[rank] = [self._bucket(runs) for runs in packed]
         return self._buckets[rank]
+
+    def _bucket(self, runs: list[Run]) -> PlannedBucket:
+        owners, replicas = self._dealt.owners, self._dealt.replicas
+        exchange = exchange_of(runs, owners, replicas=replicas)
+        return PlannedBucket(runs, exchange, self.offloaded, sharing_of(runs, replicas, None))
 
     def _stepped(self, rank: int) -> list[list[Run]]:
         """The runs of each call of ``Optimizer.step``: one of all, or one of each unit."""
@@ -238,7 +255,8 @@ class Blueprint:
         loads = self._dealt.loads
         if not loads:
             return None
-        flops = np.sum([self._everybody(np.array(load.flops)) for load in loads], axis=0)
+        most = [np.array(load.flops).reshape(self.copies, -1).max(axis=0) for load in loads]  # of any copy's rank
+        flops = np.sum([self._everybody(each) for each in most], axis=0)
         return Load(loads[0].group, tuple(flops), max(load.largest for load in loads), sum(load.cut for load in loads))
 
     @property

@@ -4,7 +4,10 @@
 
     prepare    element-wise on each run; payloads of cut granules leave
     compute    kept blocks first, then what arrived; their directions leave, and new block state waits
-    apply      directions that came back; element-wise on each run; block state is written
+    apply      directions that came back; element-wise on each run; block state that waits is written
+
+Block state that a rule writes in place, where it lies here and no device flag may skip the step, is copied before, so
+that a block that fails takes the step back: half the traffic of writing it anew and then copying it.
 
 Blocks of b x b lie interleaved in a matrix, so each is copied out and its direction back; where a block is all of its
 granule (a matrix, an expert, a head) it is a view. On the CPU each block is computed by itself, since libraries choose
@@ -15,11 +18,10 @@ where they lie is given all of a run.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from vescale.counting import Counters
 from vescale.exchange import Crossing, Exchange
@@ -95,15 +97,21 @@ class Bucket:
             for i in self.exchange.mine:
                 cut = self.exchange.crossings[i]
                 self.arriving[i] = _jobs(cut.run, runs[cut.run], cut.member, cut.granule, 0)
-        jobs = [*self.kept, *(job for of in self.arriving.values() for job in of)]
-        self.in_place = self._batched and hasattr(self.rule, "blocks_in_place") and all(job.is_a_run for job in jobs)
+        self.jobs = [*self.kept, *(job for of in self.arriving.values() for job in of)]
+        self.in_place = self._batched and hasattr(self.rule, "blocks_in_place") and all(j.is_a_run for j in self.jobs)
+        self.guarded: tuple[str, ...] = getattr(self.rule, "state_in_place", ())
+        self._shapes: dict[tuple[int, ...], dict[str, torch.Size]] = {}  # of state, by the shape of its block
+        self.may_skip = False  # a device flag says whether this step is taken
         self.payloads: list[tuple[torch.Tensor, ...]] = []
         self.directions: list[torch.Tensor] = []
         self.writes: list[Write] = []
-        self.before: list[tuple[torch.Tensor, torch.Tensor]] = []  # element state, and what it was
+        self.before: list[tuple[torch.Tensor, torch.Tensor]] = []  # state that is written at once, and what it was
+        self.aside: Iterator[torch.Tensor] = iter(())  # where it is copied to
+        self._sizes: list[int] | None = None  # of those copies
 
     def prepare(self, rule: Any, skip: torch.Tensor | None) -> None:
         """Runs the rule's element-wise part and sends the payloads of cut blocks on their way."""
+        self.may_skip = skip is not None
         for run in self.runs:
             run.fetch()
         if not self.has_blocks and hasattr(rule, "prepare_runs"):
@@ -131,6 +139,7 @@ class Bucket:
         if not self.has_blocks:
             return
         self.directions = [torch.empty_like(flats[0]) for flats in self.payloads]
+        self.aside = self._room_aside()
         for jobs in self._batches(self.kept):
             at = jobs[0].run
             self._compute(rule, jobs, self.payloads[at], self.directions[at])
@@ -141,7 +150,7 @@ class Bucket:
             self.exchange.reply()
         if self.sharing and not self.is_cut:
             self.sharing.start(self.directions)
-        self.payloads = []
+        self.payloads, self.aside = [], iter(())
 
     def apply(self, rule: Any, skip: torch.Tensor | None) -> None:
         """Steps the parameters along the directions and writes block state."""
@@ -168,7 +177,7 @@ class Bucket:
             value.copy_(before)
         for run in self.runs:
             run.put_back(failed=True)
-        self.payloads, self.directions, self.writes, self.before = [], [], [], []
+        self.payloads, self.directions, self.writes, self.before, self.aside = [], [], [], [], iter(())
 
     # --- blocks ---
 
@@ -215,18 +224,55 @@ class Bucket:
     def _call(self, rule: Any, run: Run, jobs: Sequence[Job], payloads: tuple[torch.Tensor, ...]) -> torch.Tensor:
         if not self.has_state:
             return rule.block(payloads, {})
-        firsts = rule.block_state(jobs[0].shape)
-        rows = {
-            name: [run.blocks[job.member].row(name, job.block, first.shape) for job in jobs]
-            for name, first in firsts.items()
-        }
-        device = run.steps.device
-        state = {name: _gather(of, of[0].shape).to(device, non_blocking=True) for name, of in rows.items()}
+        rows = self._rows(run, jobs)
+        state = {name: self._at_hand(of, run.steps.device) for name, of in rows.items()}
+        copies = self._guard(rows, state)
         state["step"] = run.steps[0]
         direction, changed = rule.block(payloads, state, refresh=self._due(jobs[0]))
-        for name, values in changed.items():
+        for name, values in ({name: state[name] for name in copies} | changed).items():
             self.writes += [Write(row, value) for row, value in zip(rows[name], values, strict=True)]
         return direction
+
+    def _at_hand(self, rows: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+        """State as the rule is given it, (B, *state): where it lies, or together and on the device."""
+        return torch.stack(list(rows)).to(device, non_blocking=True) if self._batched else rows[0][None]
+
+    def _guard(self, rows: Mapping[str, list[torch.Tensor]], state: dict[str, torch.Tensor]) -> list[str]:
+        """Keeps what the rule is about to write in place, or has it write copies; returns the names of the copies."""
+        names = [name for name in self.guarded if name in rows]
+        if self._batched or not names:
+            return names
+        if self.may_skip:
+            state |= {name: state[name].clone() for name in names}
+            return names
+        were = [state[name].view(-1) for name in names]
+        copies = [next(self.aside) for _ in were]
+        torch._foreach_copy_(copies, were)
+        self.before += zip(were, copies, strict=True)
+        return []
+
+    def _room_aside(self) -> Iterator[torch.Tensor]:
+        """Memory for the copies of all blocks; taken one by one, they would lie where blocks compute, in the cache."""
+        if not self.guarded or self.may_skip or self._batched:
+            return iter(())
+        if self._sizes is None:
+            shapes = map(self._shapes_of, self.jobs)
+            self._sizes = [of[name].numel() for of in shapes for name in self.guarded if name in of]
+        return iter(torch.empty(sum(self._sizes)).split(self._sizes))
+
+    def _shapes_of(self, job: Job) -> dict[str, torch.Size]:
+        """Of the state of a block."""
+        if job.shape not in self._shapes:
+            first = self.rule.block_state(job.shape)
+            self._shapes[job.shape] = {name: value.shape for name, value in first.items()}
+        return self._shapes[job.shape]
+
+    def _rows(self, run: Run, jobs: Sequence[Job]) -> dict[str, list[torch.Tensor]]:
+        """Where the state of each block is held."""
+        return {
+            name: [run.blocks[job.member].row(name, job.block, shape) for job in jobs]
+            for name, shape in self._shapes_of(jobs[0]).items()
+        }
 
 
 def _gather(views: Sequence[torch.Tensor], shape: Sequence[int]) -> torch.Tensor:
@@ -306,7 +352,7 @@ def _jobs(at: int, run: Run, index: int, granule: int, start: int) -> list[Job]:
 
 def _is_ours(run: Run, key: Key, replicas: Mapping[Key, int]) -> bool:
     """Whether the ranks of this copy compute a granule."""
-    return not replicas or run.replicas is None or replicas[key] == dist.get_rank(run.replicas)
+    return not replicas or run.replicas is None or replicas[key] == run.replicas.rank()
 
 
 def _kept(at: int, run: Run, replicas: Mapping[Key, int]) -> list[Job]:

@@ -58,8 +58,9 @@ class Forecast:
             raise NotImplementedError(f"{type(self.model).__name__} does not say what its activations hold")
         self.global_batch, self.micro_batches, self.micro_batch = self._batch()
         self.stage = self.parallelism.zero
-        cut = Blueprint(trainer, self.parallelism.shard_ranks(num_ranks))
-        alone = cut if cut.num_ranks == 1 else cut.over(1)
+        shards, shares = self.parallelism.shard_ranks(num_ranks), trainer.engine["share_replicas"]
+        cut = Blueprint(trainer, shards, copies=num_ranks // shards if shares else 1)
+        alone = cut if shards == 1 else cut.over(1, copies=num_ranks if shares else 1)
         self._blueprints = {stage: cut if stage else alone for stage in STAGES}
         self.blueprint = self._blueprints[self.stage]
         self.shard_ranks = self.blueprint.num_ranks
@@ -456,7 +457,6 @@ class Forecast:
         return [
             *self.assumptions,
             *self._of_experts(),
-            *self._of_sharing(),
             f"one rank a device, {machine.devices} devices a node, ranks of a group are neighbours",
             f"collectives are rings at the bandwidth and latency of recipes/machine/{machine.name}.yaml and keys that "
             "changed it; no congestion, no other traffic",
@@ -477,10 +477,6 @@ class Forecast:
         sizes = {itemsize for unit in self.blueprint.units for itemsize in unit.itemsizes}
         return " and ".join(str(8 * itemsize) for itemsize in sorted(sizes))
 
-    def _of_sharing(self) -> list[str]:
-        alone = "optimizer.share_replicas is left out: work and bytes of the step are those of a copy by itself"
-        return [alone] if self.trainer.engine["share_replicas"] else []
-
     def _of_experts(self) -> list[str]:
         ep = self.blueprint.ep
         dealt = f"{ep} neighbours deal the experts, and as many tokens go to each; a layer gathers its own with itself"
@@ -500,7 +496,10 @@ class Forecast:
             trainer, rank=rank, num_ranks=self.num_ranks, micro_batch=self.micro_batch, micro_batches=micro_batches
         )
         place = rank % self.shard_ranks  # among those that share a copy
-        runs, buckets = self.blueprint.runs(place), self.blueprint.buckets(place)
+        blueprint = self.blueprint
+        if blueprint.copies > 1:  # which blocks a rank computes depends on its copy
+            blueprint = blueprint.over(self.shard_ranks, copies=blueprint.copies, copy=rank // self.shard_ranks)
+        runs, buckets = blueprint.runs(place), blueprint.buckets(place)
         state = sum(state_by_kind(runs).values())
         peak = max(
             moment.nbytes

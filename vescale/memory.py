@@ -24,6 +24,7 @@ import torch
 from vescale.blueprint import Blueprint, PlannedBucket, PlannedUnit
 from vescale.logit_clip import clipped_weights, watched_heads
 from vescale.planner import SegmentPlan
+from vescale.sharing import Sharing
 from vescale.trainer import Trainer
 
 STAGES = (0, 1, 2, 3)
@@ -337,10 +338,11 @@ def step_bytes(buckets: Sequence[PlannedBucket]) -> int:
     sizes = [_bucket_bytes(bucket) for bucket in buckets]
     for i, now in enumerate(sizes):
         before, after = (sizes[i - 1] if i else _NOTHING), (sizes[i + 1] if i + 1 < len(sizes) else _NOTHING)
-        waiting = before.payload + before.outgoing + before.owned + before.kept
+        waiting = before.payload + before.outgoing + before.owned + before.kept + before.shared
         preparing = now.payload + now.outgoing + now.incoming + now.kept + after.payload + after.prepared + after.kept
         travelling = after.payload + after.outgoing + after.incoming + after.kept
-        computing = 2 * now.payload + now.incoming + 2 * now.owned + now.kept + now.workspace
+        computing = 2 * now.payload + now.incoming + 2 * now.owned + now.kept
+        computing += max(now.workspace, now.shared)  # directions go to copies when all blocks are computed
         most = max(most, waiting + preparing, waiting + travelling + computing)
     return most
 
@@ -354,10 +356,11 @@ class _BucketBytes(NamedTuple):
     incoming: int  # parts received as an owner
     owned: int  # cut granules assembled here
     kept: int  # state as it was, and block state as it will be, until the bucket is applied
+    shared: int  # directions sent to other copies, and received from them
     workspace: int  # of the rule while it computes its largest block, or rounds its largest run
 
 
-_NOTHING = _BucketBytes(0, 0, 0, 0, 0, 0, 0)
+_NOTHING = _BucketBytes(0, 0, 0, 0, 0, 0, 0, 0)
 
 
 def _bucket_bytes(bucket: PlannedBucket) -> _BucketBytes:
@@ -376,5 +379,12 @@ def _bucket_bytes(bucket: PlannedBucket) -> _BucketBytes:
         incoming=wire * sum(move.stop - move.start for move in exchange.incoming) if exchange else 0,
         owned=wire * sum(c.stop - c.start for c in owned),
         kept=before + after,
+        shared=wire * _shared(bucket.sharing) if bucket.sharing else 0,
         workspace=max(WORKSPACE * bucket.largest, rounding),
     )
+
+
+def _shared(sharing: Sharing) -> int:
+    """Elements that go to other copies, once packed and once for each, and that come from them."""
+    mine = sharing.sizes[sharing.replica]
+    return mine * (len(sharing.sizes) - 1) + sum(sharing.sizes) - mine

@@ -37,6 +37,7 @@ What a rule may also have, each with a meaning to the ``Optimizer`` alone:
     chunk_state() -> {name: dtype}              state with one number for each ``finest`` consecutive elements
     block_state(block) -> {name: first value}   state of a block of that shape; then ``block`` takes ``refresh=`` and
                                                 returns the direction and what of the state changed
+    state_in_place                              names of ``block_state`` that ``block`` writes where it finds them
     refresh                                     every how many steps a block is told ``refresh="again"``, else None;
                                                 block i when (t + i) % refresh == 0; every block "first" at t = 0
     parameter_state() -> {name: first value}    0-d float32 numbers of a parameter, the same on every rank

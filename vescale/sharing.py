@@ -42,10 +42,15 @@ class Sharing:
         counters: Told what this rank sends.
     """
 
-    def __init__(self, parts: Sequence[Sequence[Part]], group: dist.ProcessGroup, counters: Counters) -> None:
+    def __init__(self, parts: Sequence[Sequence[Part]], group: dist.ProcessGroup, counters: Counters | None) -> None:
         self.parts, self.group, self.counters = parts, group, counters
-        self.replica = dist.get_rank(group)
+        self.replica = group.rank()
         self._flight: tuple[torch.Tensor, torch.Tensor, collectives.Handle | None] | None = None
+
+    @property
+    def sizes(self) -> list[int]:
+        """Elements of the directions that each copy computes."""
+        return [sum(part.stop - part.start for part in parts) for parts in self.parts]
 
     def start(self, directions: Sequence[torch.Tensor]) -> None:
         """Sends what this copy computed to the others.
@@ -53,13 +58,14 @@ class Sharing:
         Args:
             directions: Of each run, (n,) in the wire dtype.
         """
-        sizes = [sum(part.stop - part.start for part in parts) for parts in self.parts]
+        sizes = self.sizes
         mine, others = sizes[self.replica], len(sizes) - 1
         send = torch.cat([directions[0].new_empty(0), *self._slices(directions, self.replica)]).repeat(others)
         sizes[self.replica] = 0
         received = send.new_empty(sum(sizes))
         send_splits = [0 if copy == self.replica else mine for copy in range(len(sizes))]
-        self.counters.exchange_bytes += send.nbytes
+        if self.counters is not None:
+            self.counters.exchange_bytes += send.nbytes
         work = collectives.all_to_all(
             received, send, out_splits=sizes, send_splits=send_splits, group=self.group, async_op=True
         )
@@ -79,7 +85,7 @@ class Sharing:
         return [directions[part.run][part.start : part.stop] for part in self.parts[copy]]
 
 
-def sharing_of(runs: Sequence[Run], replicas: Mapping[Key, int], counters: Counters) -> Sharing | None:
+def sharing_of(runs: Sequence[Run], replicas: Mapping[Key, int], counters: Counters | None) -> Sharing | None:
     """Returns how runs that travel together are shared between the copies; None where every copy computes them."""
     group = runs[0].replicas
     if group is None or not replicas or not hasattr(runs[0].rule, "block"):

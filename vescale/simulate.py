@@ -68,8 +68,8 @@ def simulate(trainer: Trainer, *, rank: int, num_ranks: int, micro_batch: int, m
 
     Raises:
         ValueError: If there is a process group already, or no such rank.
-        NotImplementedError: For a step that depends on values, as Shampoo's roots and dealt experts do, for experts in
-            float32, and for blocks that copies share.
+        NotImplementedError: For a step that depends on values, as Shampoo's roots and dealt experts do, and for experts
+            in float32.
     """
     if dist.is_initialized():
         raise ValueError("simulate: this process has a process group; simulate in a process of its own")
@@ -77,8 +77,6 @@ def simulate(trainer: Trainer, *, rank: int, num_ranks: int, micro_batch: int, m
         raise ValueError(f"rank: expected a number in [0, {num_ranks}), got {rank}")
     if trainer.parallelism.ep > 1:
         raise NotImplementedError(f"simulate: with ep={trainer.parallelism.ep} values decide how many tokens travel")
-    if trainer.engine["share_replicas"]:
-        raise NotImplementedError("simulate: optimizer.share_replicas=true is not planned yet")
     if hasattr(trainer.model_config, "num_experts_per_tok") and trainer.parallelism.param_dtype is not torch.bfloat16:
         raise NotImplementedError("simulate: torch's made-up grouped products are of bf16; use parallelism=zero3_bf16")
     _make_tables(trainer.rules)

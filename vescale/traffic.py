@@ -12,6 +12,7 @@ from vescale.machine import Machine
 from vescale.memory import Dtypes, copies
 
 OVER_COPIES = "gradients, over copies"  # the line whose group is not the ranks that share a copy
+TO_COPIES = "directions to copies"
 TOKENS = "tokens to experts and back"
 EXPERTS = ", experts"
 LOGITS = "largest logits"
@@ -112,12 +113,17 @@ def step_collectives(buckets: Sequence[PlannedBucket], *, dealt: bool = False) -
     lines = {"norm of the gradient": Counter({Collective("all_reduce", NORM): 3 if dealt else 1})}
     there: Counter[Collective] = Counter()
     back: Counter[Collective] = Counter()
+    shared: Counter[Collective] = Counter()
     for bucket in buckets:
+        if bucket.sharing:
+            mine, others = bucket.sharing.sizes[bucket.sharing.replica], len(bucket.sharing.sizes) - 1
+            shared[Collective("all_to_all", bucket.rule.wire_dtype.itemsize * mine * others)] += 1
         if bucket.exchange:
             itemsize = bucket.rule.wire_dtype.itemsize
             for calls, moves in ((there, bucket.exchange.outgoing), (back, bucket.exchange.incoming)):
                 calls[Collective("all_to_all", itemsize * sum(move.stop - move.start for move in moves))] += 1
-    return lines | {what: calls for what, calls in (("blocks to owners", there), ("directions back", back)) if calls}
+    named = (("blocks to owners", there), ("directions back", back), (TO_COPIES, shared))
+    return lines | {what: calls for what, calls in named if calls}
 
 
 def total(lines: Iterable[Counter[Collective]]) -> Counter[Collective]:
@@ -140,6 +146,7 @@ def timed(
     groups = {
         TOKENS: (ep, 1),
         OVER_COPIES: (replicas, ranks),
+        TO_COPIES: (replicas, ranks),
         OVER_COPIES + EXPERTS: (max(replicas // ep, 1), max(ranks, ep)),
         **{what + EXPERTS: (max(ranks // ep, 1), ep) for what in _SHARED},
     }

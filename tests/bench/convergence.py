@@ -255,7 +255,7 @@ def main() -> None:
     """Reads the arguments and runs."""
     parser = argparse.ArgumentParser(description="Steps to AdamW's final validation loss, for every rule.")
     parser.add_argument("--json", type=Path, help="file of the runs, continued if it exists")
-    parser.add_argument("--rules", default="adamw,muon,soap,adam8bit,shampoo", help="rules, adamw among them")
+    parser.add_argument("--rules", default="adamw,muon,soap,adam8bit,shampoo,normuon", help="rules, adamw among them")
     parser.add_argument("--close", action="store_true", help="also the rules that should end where AdamW does")
     parser.add_argument("--most", type=int, default=0, help="end with code 3 after so many runs; 0: run all")
     parser.add_argument("--plot", type=Path, help="also draw the curves there, PNG")

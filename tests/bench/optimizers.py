@@ -263,12 +263,30 @@ def adam8bit(mesh: DeviceMesh, pairs: int) -> list[Row]:
     return [*against("Adam8bit, 16 parameters of 256k", times), row("Adam8bit: state per element", "B", [each], [8.0])]
 
 
+class Gathered:
+    """A peer over whole matrices on every rank: their gradients by ``full_tensor``; a rank keeps its rows."""
+
+    def __init__(self, params: Sequence[nn.Parameter], peer: Callable[[list[nn.Parameter]], Any]) -> None:
+        self.params = list(params)
+        self.whole = [nn.Parameter(param.full_tensor()) for param in self.params]
+        self.optimizer = peer(self.whole)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for param, whole in zip(self.params, self.whole, strict=True):
+            whole.grad = param.grad.full_tensor()
+        self.optimizer.step()
+        for param, whole in zip(self.params, self.whole, strict=True):
+            param.to_local().copy_(whole.chunk(dist.get_world_size())[dist.get_rank()])  # Shard(0), rows divide
+
+
 def kronecker(mesh: DeviceMesh, pairs: int) -> list[Row]:
     """Eight matrices of 256 x 256, one block each, over ten steps so that every refresh is in.
 
     Roots and bases are renewed every ten steps on both sides, all in float32. The peer of roots by eigenvalues is
     ``Shampoo``, which has no moments and takes a singular value decomposition; that of roots by Newton is
-    ``ScalableShampoo``, with blocks, moments and grafting as ours.
+    ``ScalableShampoo``, with blocks, moments and grafting as ours. On several ranks the peer has whole matrices by
+    ``full_tensor``, or makes do with its own rows, whose result depends on the number of ranks.
     """
     import pytorch_optimizer
     from pytorch_optimizer.optimizer.shampoo import LayerWiseGrafting
@@ -292,11 +310,29 @@ def kronecker(mesh: DeviceMesh, pairs: int) -> list[Row]:
             lambda params: pytorch_optimizer.ScalableShampoo(params, **blocks, **every),
         ),
     ):
-        step, _, _ = plain(rule, shapes)
-        other = peer(plain(AdamW(), shapes)[2])
-        times = alternate({"ours": _ten(step), "pytorch_optimizer": _ten(other.step)}, max(pairs // 3, 2))
-        found += against(f"{name}, 8 matrices of 256 x 256, ten steps", times)
+        times = alternate(_rivals(rule, peer, shapes, mesh), max(pairs // 3, 2))
+        found += against(f"{name}, 8 matrices of 256 x 256, ten steps, {mesh.size()} ranks", times)
+    if mesh.size() > 1:
+        return found
     return [*found, *(line for size, count in ((256, 8), (32, 64)) for line in batches(size, count, pairs))]
+
+
+def _rivals(
+    rule: Any, peer: Callable[[list[nn.Parameter]], Any], shapes: Sequence[tuple[int, ...]], mesh: DeviceMesh
+) -> dict[str, Step]:
+    """Ten steps of ours and of the peer, in the ways that it can be had on these ranks."""
+    step = ours(rule, shapes, 1, mesh)[0]
+    if mesh.size() == 1:
+        return {"ours": _ten(step), "pytorch_optimizer": _ten(peer(plain(AdamW(), shapes)[2]).step)}
+    rows = []
+    for param in fsdp2_params(shapes, 1, mesh):
+        rows.append(nn.Parameter(param.to_local().clone()))
+        rows[-1].grad = param.grad.to_local().clone()
+    return {
+        "ours": _ten(step),
+        "pytorch_optimizer + full_tensor": _ten(Gathered(fsdp2_params(shapes, 1, mesh), peer).step),
+        "pytorch_optimizer on each rank's rows": _ten(peer(rows).step),
+    }
 
 
 def batches(size: int, count: int, pairs: int) -> list[Row]:
@@ -342,7 +378,7 @@ def _ten(step: Step) -> Step:
 
 
 ROWS = {"muon": muon, "experts": experts, "adamw": adamw, "adam8bit": adam8bit, "kronecker": kronecker}
-ALONE = ("adam8bit", "kronecker")  # one process is enough
+ALONE = ("adam8bit",)  # one process is enough
 
 
 def work(rank: int, ranks: int, pairs: int, names: list[str], port: int, file: Path) -> None:

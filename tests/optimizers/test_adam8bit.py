@@ -92,6 +92,14 @@ def test_steps_stay_adams_where_the_published_format_explodes(over: Callable[...
     assert _largest_step(over, Adam8bit(**options, compat="bnb")) > 10
 
 
+def test_a_second_moment_above_zero_is_never_coded_zero(over: Callable[..., Any]) -> None:
+    """Over nine decades in a block, of which the map's codes reach six and a half."""
+    size = 10.0 ** (-9 * torch.rand(32, 256, generator=torch.Generator().manual_seed(1)))
+    ours = over(Adam8bit(), torch.zeros(32, 256))
+    ours.step([gaussian(32, 256, seed=2).sign() * size])
+    assert bool((ours.state()["exp_avg_sq"] > 0).all())
+
+
 def test_what_is_small_or_no_matrix_keeps_float32_moments_by_its_global_shape(over: Callable[..., Any]) -> None:
     shapes = [(64, 64), (63, 65), (8192,), (64, 63)]
     ours = over(Adam8bit(), *(gaussian(*shape) for shape in shapes))

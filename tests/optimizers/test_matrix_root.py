@@ -44,6 +44,28 @@ def test_newton_is_as_near_as_eigenvalues() -> None:
     assert float((eigen_root(a.float(), 4)[0] - expected).norm() / expected.norm()) < 3e-2
 
 
+def test_the_least_eigenvalue_says_how_many_steps_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four products a step; by Newton's own T, 2.4 times a small eigenvalue each, it would be 20 for 1e-6."""
+    powers, real = [], torch.linalg.matrix_power
+    monkeypatch.setattr(torch.linalg, "matrix_power", lambda a, p: powers.append(p) or real(a, p))
+    taken = {}
+    for condition in (2.0, 1e3, 1e9):
+        powers.clear()
+        inverse_root(spectrum(64, condition).float()[None], 4, damping=1e-6)
+        taken[condition] = len(powers)
+    assert taken[2.0] <= 5 and taken[1e3] <= 8 and taken[1e9] <= 12, taken
+    assert taken[1e9] <= matrix_root.newton_steps(64, 4, 1e-6) <= 15
+
+
+def test_the_largest_directions_are_exact() -> None:
+    """They are what a gradient consists of, though the root itself is largest in the smallest."""
+    a = spectrum(256, 1e9)
+    root = inverse_root(a.float()[None], 4, damping=1e-6)[0][0].double()
+    largest = torch.linalg.eigh(a)[1][:, -16:]
+    expected = exact(a, 4, 1e-6) @ largest
+    assert float((root @ largest - expected).norm() / expected.norm()) < 1e-3
+
+
 def test_each_matrix_of_a_batch_is_computed_as_alone() -> None:
     batch = torch.stack([spectrum(24, 10.0**k, seed=k).float() for k in range(1, 8)])
     together = inverse_root(batch, 4, damping=1e-6)[0]
@@ -77,3 +99,8 @@ def test_the_largest_eigenvalue_at_any_scale() -> None:
     for scale in (1e-30, 1.0, 1e30):
         a = (spectrum(64, 1e6) * scale).float()[None]
         assert 0.9 * scale <= largest_eigenvalue(a).item() <= 1.001 * scale
+
+
+def test_the_largest_eigenvalue_whatever_its_vector() -> None:
+    a = torch.tensor([[[1.0, -0.9], [-0.9, 1.0]], [[1.0, 0.9], [0.9, 1.0]], [[0.0, 0.0], [0.0, 2.0]]])
+    torch.testing.assert_close(largest_eigenvalue(a), torch.tensor([1.9, 1.9, 2.0]))

@@ -45,6 +45,14 @@ CASES = {
     "copies": (
         "recipe=llama_debug_muon", "world_size=8", "parallelism.dp_shard=4", "trainer.global_batch=16", "rank=6",
     ),
+    "copies that share blocks": (
+        "recipe=llama_debug_muon", "world_size=8", "parallelism.dp_shard=4", "trainer.global_batch=16", "rank=6",
+        "optimizer.share_replicas=true",
+    ),
+    "ZeRO 0, shared blocks": (
+        "recipe=llama_debug_muon", "world_size=4", "parallelism.zero=0", "trainer.global_batch=8", "rank=2",
+        "optimizer.share_replicas=true",
+    ),
     "SOAP": ("recipe=llama_debug_soap", "world_size=8", "rank=5"),
     "experts": ("recipe=moe_debug_muon", "world_size=4", "parallelism=zero3_bf16", "rank=3"),
     "bfloat16 masters": ("recipe=llama_debug_muon", "optimizer=adamw_bf16", "world_size=4", "rank=3"),
