@@ -32,8 +32,8 @@ def _moments(trainer: Trainer, ranks: int) -> list[Moment]:
     trainer.check_ranks(ranks)
     parallelism = trainer.parallelism
     dtypes = Dtypes(parallelism.param_dtype.itemsize, parallelism.reduce_dtype.itemsize)
-    cut = Blueprint(trainer, parallelism.shard_ranks(ranks))
-    blueprint = cut if parallelism.zero or cut.num_ranks == 1 else cut.over(1)
+    shards = parallelism.shard_ranks(ranks) if parallelism.zero else 1
+    blueprint = Blueprint(trainer, shards, copies=ranks // shards if trainer.engine["share_replicas"] else 1)
     rank, model = blueprint.worst_rank, trainer.model_config
     activations = model.activations(  # type: ignore[attr-defined]
         batch=trainer.micro_size, seq_len=trainer.data_config.seq_len, itemsize=dtypes.param, fused=True
