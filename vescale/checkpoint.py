@@ -90,11 +90,7 @@ def read_extra(path: Path) -> dict[str, Any]:
         ValueError: If the seal cannot be read, or a file is missing or not of its length.
     """
     seal = _read_seal(path)
-    wrong = [
-        name
-        for name, (size, _) in seal["files"].items()
-        if not (path / name).is_file() or (path / name).stat().st_size != size
-    ]
+    wrong = [name for name, (size, _) in seal["files"].items() if _size(path / name) != size]
     if wrong:
         raise ValueError(f"checkpoint {path} is corrupt: {', '.join(wrong)} missing or not of its length; {GO_ON}")
     return seal["extra"]
@@ -260,6 +256,14 @@ def _read_seal(path: Path) -> dict[str, Any]:
     if wrong:
         raise ValueError(f"checkpoint {path} is corrupt: {SEAL}: {', '.join(wrong)} of another type; {GO_ON}")
     return seal
+
+
+def _size(file: Path) -> int | None:
+    """Bytes of a file; None where there is none, or cannot be one of that name."""
+    try:
+        return file.stat().st_size if file.is_file() else None
+    except OSError:
+        return None
 
 
 def _is_fingerprint(value: Any) -> bool:

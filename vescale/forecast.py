@@ -14,9 +14,8 @@ from vescale import memory, traffic
 from vescale.advice import HSDP_RANKS, Facts, advise
 from vescale.blueprint import Blueprint, PlannedBucket, state_by_kind
 from vescale.live import Collective
-from vescale.logit_clip import clipped_weights, watched_heads
 from vescale.machine import Machine, exposed
-from vescale.memory import STAGES, Activations, Dtypes, Moment
+from vescale.memory import STAGES, Activations, Dtypes, LogitsKept, Moment
 from vescale.owners import Load
 from vescale.pipeline import schedules
 from vescale.simulate import TOLERANCE, simulate
@@ -66,7 +65,7 @@ class Forecast:
         self.blueprint = self._blueprints[self.stage]
         self.shard_ranks = self.blueprint.num_ranks
         self.replicas = num_ranks // self.shard_ranks
-        self.heads, self.logits = _clipped(trainer, self.blueprint)
+        self.logits = LogitsKept.of(trainer, self.blueprint)
         self.dtypes = Dtypes(self.parallelism.param_dtype.itemsize, self.parallelism.reduce_dtype.itemsize)
 
     def _batch(self) -> tuple[int, int, int]:
@@ -262,7 +261,7 @@ class Forecast:
             )
             | self._tokens(micro_batches)
             | traffic.step_collectives(buckets, dealt=self.blueprint.ep > 1)
-            | ({traffic.LOGITS: Counter({Collective("all_reduce", 4 * self.heads): 1})} if self.heads else {})
+            | ({traffic.LOGITS: Counter({Collective("all_reduce", self.logits.nbytes): 1})} if self.logits else {})
         )
 
     def _tokens(self, micro_batches: int) -> dict[str, Any]:
@@ -531,18 +530,6 @@ class Forecast:
             "peak": {"plan": peak, "seen": seen.peak, "agrees": abs(peak - seen.peak) <= TOLERANCE * seen.peak},
             "allocations": seen.allocations,
         }
-
-
-def _clipped(trainer: Trainer, blueprint: Blueprint) -> tuple[int, memory.LogitsKept | None]:
-    """Heads whose logits are clipped after a step, and what that takes on a rank."""
-    clip = trainer.logit_clip
-    if clip is None:
-        return 0, None
-    scaled = [projection.weight for _, of in clipped_weights(clip, trainer.model) for projection, _, _ in of]
-    shards = [plan.shard_size for unit in blueprint.units for plan in unit.plans]
-    factors = 4 * min(max(weight.numel() for weight in scaled), max(shards))
-    heads = watched_heads(clip, trainer.model)
-    return heads, memory.LogitsKept(nbytes=4 * heads, factors=factors)
 
 
 def _table(calls: Any) -> list[dict[str, Any]]:

@@ -19,6 +19,7 @@ from vescale.checkpoint import gather
 from vescale.stop import Stopped
 
 WINDOW, ENOUGH = 128, 16  # norms that a spike is compared with; fewer than ENOUGH say nothing
+MOST = torch.finfo(torch.float32).max
 
 
 class Judged(NamedTuple):
@@ -99,7 +100,7 @@ class Health:
         """Goes on from ``state``."""
         self.skipped = state.get("skipped", 0)
         for at, value in enumerate(state.get("norms", [])):
-            self.norms[at] = math.nan if value is None else value
+            self.norms[at] = math.nan if value is None else float(value)
 
 
 def problems(state: dict[str, Any]) -> list[str]:
@@ -113,7 +114,7 @@ def problems(state: dict[str, Any]) -> list[str]:
 
 
 def _is_norm(value: Any) -> bool:
-    return value is None or (type(value) in (int, float) and 0 <= value < math.inf)
+    return value is None or (type(value) in (int, float) and 0 <= value <= MOST)
 
 
 def first_bad(model: nn.Module, forward_backward: Callable[[], Any]) -> str:

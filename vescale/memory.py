@@ -22,8 +22,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from vescale.blueprint import Blueprint, PlannedBucket, PlannedUnit
+from vescale.logit_clip import clipped_weights, watched_heads
 from vescale.planner import SegmentPlan
 from vescale.sharing import Sharing
+from vescale.trainer import Trainer
 
 STAGES = (0, 1, 2, 3)
 # Bytes per element of a block that a rule holds while it computes one: Newton-Schulz on a wide matrix in bf16 with its
@@ -190,6 +192,9 @@ def moments(
     yield Moment("backward of the head", base | step.head())
     for index in reversed(range(len(layers))):
         yield Moment(f"backward of {layers[index].name}", base | step.layer(index))
+        if blueprint.in_backward and index + 1 < len(layers):
+            for parts in step.next_layer_is_stepped(index):
+                yield Moment(f"step of {layers[index + 1].name}", base | parts)
     yield Moment("backward of the embedding", base | step.embedding())
     last = (
         blueprint.root.grad_bytes if blueprint.in_backward else gradients(blueprint, dtypes, stage=stage, reduced=True)
@@ -231,9 +236,19 @@ class _Step(NamedTuple):
             self._saved(index + 1, tail=False) + work,
             whole=self._gathered(index, 2),
             written=[self.blueprint.root, unit, *after],
-            done=self.blueprint.layers[index + 2 :],
+            done=self._left(index + 2),
             one=unit.largest,
         )
+
+    def next_layer_is_stepped(self, index: int) -> Iterator[dict[str, int]]:
+        """When the gradients of a layer have been reduced: what was summed has landed, then it is gone."""
+        layers = self.blueprint.layers
+        landed, flying = layers[index + 1], [self.blueprint.root, layers[index]]
+        kept: dict[str, Any] = {"whole": self._gathered(index - 1, 1) if index else [], "done": [landed]}
+        activations = self._saved(index, tail=False) + self._layers[index].stream
+        if self.blueprint.num_ranks > 1 or {self.dtypes.reduce} != {*landed.itemsizes}:  # else it is the gradient
+            yield self._parts(activations, written=[*flying, landed], **kept)
+        yield self._parts(activations, written=flying, **kept) | self.stepping
 
     def embedding(self) -> dict[str, int]:
         stream = self._layers[0].stream if self._layers else 0
@@ -241,7 +256,7 @@ class _Step(NamedTuple):
             stream,
             whole=[],
             written=[self.blueprint.root, *self.blueprint.layers[:1]],
-            done=self.blueprint.layers[1:],
+            done=self._left(1),
             one=self.blueprint.root.largest,
         )
 
@@ -253,6 +268,10 @@ class _Step(NamedTuple):
         """Of the first ``count`` layers, and of what follows the last."""
         saved = sum(layer.stream + (0 if self.recomputed else layer.saved) for layer in self._layers[:count])
         return saved + (self.activations.tail if tail else 0)
+
+    def _left(self, first: int) -> list[PlannedUnit]:
+        """Layers from ``first`` on, whose gradients are there: none where they are stepped when they come."""
+        return [] if self.blueprint.in_backward else self.blueprint.layers[first:]
 
     def _gathered(self, index: int, count: int) -> list[PlannedUnit]:
         """Layers whose parameters are whole in backward: this one and the one before it, or all that never left."""
@@ -278,11 +297,9 @@ class _Step(NamedTuple):
             parts["gathered units"] = gathered((self.blueprint.root, *whole), self.dtypes)
         if not (self.accumulating and _stay_whole(self.blueprint, self.stage)):  # else all are there, from before
             parts["gradients in flight"] = self.dtypes.reduce * sum(unit.trained for unit in written)
-        if self.blueprint.in_backward:
-            done = done[:1]  # the others are stepped, and their gradients gone
         if not self.accumulating:
             parts["gradients"] = sum(map(self._shards, done))
-        return parts | (self.stepping if done else {})
+        return parts
 
     def _shards(self, unit: PlannedUnit) -> int:
         """Bytes of the gradient shards of a unit that is done: narrower ones are widened by its step, or at the end."""
@@ -296,6 +313,17 @@ class LogitsKept(NamedTuple):
 
     nbytes: int  # the largest logit of each head of every layer, and of an all-reduce of them
     factors: int  # of the rows of a projection, one for each element here
+
+    @classmethod
+    def of(cls, trainer: Trainer, blueprint: Blueprint) -> LogitsKept | None:
+        """Returns what it takes in a run; None where nothing is clipped."""
+        clip = trainer.logit_clip
+        if clip is None:
+            return None
+        scaled = [projection.weight for _, of in clipped_weights(clip, trainer.model) for projection, _, _ in of]
+        shards = [plan.shard_size for unit in blueprint.units for plan in unit.plans]
+        factors = 4 * min(max(weight.numel() for weight in scaled), max(shards))
+        return cls(nbytes=4 * watched_heads(clip, trainer.model), factors=factors)
 
 
 def step_bytes(buckets: Sequence[PlannedBucket]) -> int:

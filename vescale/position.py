@@ -16,6 +16,7 @@ import torch.distributed as dist
 from vescale import checkpoint, health
 from vescale.stop import Stopped
 
+MOST_TOKENS = 2**62  # they are counted in 64 bits, and there are more to come
 NEEDED = ("step", "tokens", "data")  # every checkpoint of a trainer has them; their types are checkpoint.EXTRA's
 
 
@@ -83,8 +84,8 @@ def _checked(path: Path, extra: dict[str, Any]) -> dict[str, Any]:
     problems = [f"health.{problem}" for problem in health.problems(extra.get("health", {}))]
     if extra["step"] != checkpoint.step_of(path):
         problems.append(f"step: expected {checkpoint.step_of(path)}, as its folder says, got {extra['step']}")
-    if extra["tokens"] < 0:
-        problems.append(f"tokens: expected a number >= 0, got {extra['tokens']}")
+    if not 0 <= extra["tokens"] <= MOST_TOKENS:
+        problems.append(f"tokens: expected a number in [0, 2**62], got {extra['tokens']}")
     if problems:
         raise ValueError(f"checkpoint {path} is corrupt: {checkpoint.SEAL}: extra.{'; extra.'.join(problems)}")
     return extra

@@ -82,7 +82,7 @@ def accumulate(segment: Segment, reduced: torch.Tensor, *, multiplier: float, ho
         hook(reduced.mul_(multiplier))
         multiplier = 1.0
     if any(param._backward_hooks for param in segment.sharded):
-        reduced, multiplier = _hooked(segment, reduced.to(segment.master.local.dtype) * multiplier), 1.0
+        reduced, multiplier = _hooked(segment, _scaled(segment, reduced, multiplier)), 1.0
     _add(segment, reduced, multiplier)
     assert segment.grad is not None
     for index, param in enumerate(segment.sharded):
@@ -113,6 +113,12 @@ def _add(segment: Segment, reduced: torch.Tensor, multiplier: float) -> None:
     for index in () if empty else fresh:
         segment.grad.run(index).zero_()
     accumulate_(segment.grad.local, reduced.to(master.device), scale=multiplier, fresh=empty)
+
+
+def _scaled(segment: Segment, reduced: torch.Tensor, multiplier: float) -> torch.Tensor:
+    fresh = torch.empty_like(reduced, dtype=segment.master.local.dtype)
+    accumulate_(fresh, reduced, scale=multiplier, fresh=True)
+    return fresh
 
 
 def _hooked(segment: Segment, fresh: torch.Tensor) -> torch.Tensor:

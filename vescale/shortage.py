@@ -10,7 +10,8 @@ the plan's worst moment, backward of model.layers.3
 from __future__ import annotations
 
 from vescale.blueprint import Blueprint, state_by_kind
-from vescale.memory import Dtypes, Moment, moments
+from vescale.memory import Dtypes, LogitsKept, Moment, moments
+from vescale.mesh import pick_device
 from vescale.trainer import Trainer
 
 
@@ -31,19 +32,21 @@ def _moments(trainer: Trainer, ranks: int) -> list[Moment]:
     trainer.check_ranks(ranks)
     parallelism = trainer.parallelism
     dtypes = Dtypes(parallelism.param_dtype.itemsize, parallelism.reduce_dtype.itemsize)
-    cut = Blueprint(trainer, parallelism.shard_ranks(ranks))
-    blueprint = cut if parallelism.zero or cut.num_ranks == 1 else cut.over(1)
+    shards = parallelism.shard_ranks(ranks) if parallelism.zero else 1
+    blueprint = Blueprint(trainer, shards, copies=ranks // shards if trainer.engine["share_replicas"] else 1)
     rank, model = blueprint.worst_rank, trainer.model_config
     activations = model.activations(  # type: ignore[attr-defined]
         batch=trainer.micro_size, seq_len=trainer.data_config.seq_len, itemsize=dtypes.param, fused=True
     )
+    elsewhere = blueprint.offloaded and pick_device(trainer.config.device).type != "cpu"
     found = moments(
         blueprint,
         activations,
         dtypes,
-        state=sum(state_by_kind(blueprint.runs(rank)).values()),
+        state=0 if elsewhere else sum(state_by_kind(blueprint.runs(rank)).values()),
         buckets=blueprint.buckets(rank),
         stage=parallelism.zero,
+        logits=LogitsKept.of(trainer, blueprint),
         micro_batches=trainer.micro_batches,
         regathers=parallelism.reshard_after_forward is not False,
     )

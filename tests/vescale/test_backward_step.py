@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -53,6 +54,31 @@ def _equal(world: int, dtype: torch.dtype | None) -> None:
 def test_it_equals_a_step_after_backward(pool, world: int) -> None:
     for dtype in (None, torch.bfloat16):
         pool(world).run(_equal, world, dtype)
+
+
+def _narrow(world: int) -> None:
+    """Of masters that are narrower than the sum, a gradient is scaled, then rounded, once: FSDP2's bits."""
+    from torch.distributed.fsdp import fully_shard as theirs
+
+    from vescale import fully_shard
+
+    mesh, policy = init_device_mesh("cpu", (world,)), MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    torch.manual_seed(dist.get_rank())
+    x = (0.8 + 0.2 * torch.rand(64, 5)).half()
+    for hooked in (False, True):
+        found = []
+        for shard in (fully_shard, theirs):
+            model = nn.Linear(5, 7, bias=False, dtype=torch.float16)
+            shard(model, mesh=mesh, mp_policy=policy)
+            if hooked and shard is fully_shard:
+                model.weight.register_hook(lambda grad: None)
+            (850 * model(x).float()).sum().backward()  # some 50,000 on a rank: two are too many for float16
+            found.append(model.weight.grad.full_tensor())
+        assert found[0].isfinite().all() and torch.equal(*found)
+
+
+def test_narrow_masters_have_fsdp2s_gradients(pool) -> None:
+    pool(2).run(_narrow, 2)
 
 
 def _rules() -> Any:

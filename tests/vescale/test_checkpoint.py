@@ -109,6 +109,15 @@ def test_a_seal_of_other_types_is_passed_over_for_the_one_before(tmp_path: Path,
         assert len(wrong) == 1 and "step_00000002 is corrupt: seal.json" in wrong[0] and line in wrong[0]
 
 
+@pytest.mark.parametrize("name", ["x" * 300, "gone", "a\0b"])
+def test_a_file_that_cannot_be_is_missing(tmp_path: Path, name: str) -> None:
+    from vescale import checkpoint
+
+    (tmp_path / "seal.json").write_text(json.dumps({"extra": {}, "files": {name: [1, "x"]}}))
+    with pytest.raises(ValueError, match="corrupt: .* missing or not of its length"):
+        checkpoint.read_extra(tmp_path)
+
+
 def test_what_has_no_seal_is_never_loaded_and_a_partial_one_is_removed(pool, tmp_path: Path) -> None:
     from vescale import checkpoint
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from vescale import memory, traffic
+from vescale import memory, shortage, traffic
 from vescale.blueprint import Blueprint, state_by_kind
 from vescale.live import LiveBytes
 from vescale.memory import Dtypes
@@ -68,6 +68,14 @@ def test_state_is_what_the_rules_declare_on_every_rank() -> None:
     assert [sum(rank[kind] for kind in of_elements) for rank in kinds] == blueprint.state.tolist()
 
 
+def test_a_shortage_has_no_state_that_is_in_host_memory_and_what_clipping_takes(monkeypatch: Any) -> None:
+    monkeypatch.setattr(shortage, "pick_device", torch.device)
+    for device, there in (("cuda", False), ("cpu", True)):
+        words = ("optimizer.offload_state=true", "optimizer=muonclip", f"trainer.device={device}")
+        table = shortage.table(_trainer(*words), ranks=2)
+        assert ("optimizer state" in table, "largest logits" in table) == (there, True), table
+
+
 def _by_group(blueprint: Blueprint) -> dict[str, list[torch.Tensor]]:
     params = blueprint._params
     return {group: [params[r.name] for r in routes] for group, routes in blueprint.routing.routes.items()}
@@ -96,6 +104,19 @@ def test_the_moments_that_are_drawn() -> None:
     assert found["backward of model.layers.0"].parts["gradients"] == unit // 2
     last = found["backward of the embedding"].parts
     assert last["gathered units"] == root and last["gradients in flight"] == root + unit
+
+
+def test_a_layer_is_stepped_between_the_backwards_of_two() -> None:
+    words = ("recipe=llama_debug_muon", "model.num_hidden_layers=3", "trainer.max_grad_norm=null")
+    found = _moments(_trainer(*words, "trainer.step_in_backward=true"), 2, batch=1)
+    blueprint = Blueprint(_trainer(*words), 2)
+    unit, root = 4 * blueprint.layers[0].whole, 4 * blueprint.root.whole
+    for layer in (1, 2):
+        step = found[f"step of model.layers.{layer}"].parts
+        assert step["gradients"] == unit // 2 and step["gradients in flight"] == root + unit
+        assert step["blocks of the optimizer"] > 0
+    for name in ("backward of model.layers.0", "backward of the embedding"):
+        assert found[name].parts["gradients"] == 0 and "blocks of the optimizer" not in found[name].parts
 
 
 def test_a_later_micro_batch_finds_gradients() -> None:

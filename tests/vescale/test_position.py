@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from vescale import checkpoint, position
-from vescale.health import WINDOW
+from vescale.health import MOST, WINDOW, Health
 from vescale.stop import Stopped
 
 GOOD: dict[str, Any] = {"step": 2, "tokens": 64, "data": {}, "tracking_id": "x"}
@@ -32,7 +33,8 @@ def _health(**values: Any) -> dict[str, Any]:
         ({}, "step_00000002 was not written by a trainer: it lacks step, tokens, data"),
         ({"step": 2, "tokens": 1}, "it lacks data"),
         (GOOD | {"step": 9}, "corrupt: seal.json: extra.step: expected 2, as its folder says, got 9"),
-        (GOOD | {"tokens": -1}, "extra.tokens: expected a number >= 0, got -1"),
+        (GOOD | {"tokens": -1}, r"extra.tokens: expected a number in \[0, 2\*\*62\], got -1"),
+        (GOOD | {"tokens": 2**63 - 1}, "extra.tokens: expected a number in"),
         (GOOD | {"tokens": 1.5}, "corrupt: seal.json: extra.tokens of another type"),
         (_health(norms=["x"] * WINDOW), "extra.health.norms: expected none, or a norm or null of each of 128 steps"),
         (_health(norms=[1.0]), "extra.health.norms"),
@@ -40,6 +42,8 @@ def _health(**values: Any) -> dict[str, Any]:
         (_health(norms={}), "extra.health.norms"),
         (_health(norms=[True] * WINDOW), "extra.health.norms"),
         (_health(norms=[float("nan")] * WINDOW), "extra.health.norms"),
+        (_health(norms=[1e39] * WINDOW), "extra.health.norms"),  # of no float32
+        (_health(norms=[10**400] * WINDOW), "extra.health.norms"),
         (_health(skipped="x"), "extra.health.skipped: expected a number of steps >= 0, got 'x'"),
         (_health(norms=3, skipped=-1), "health.norms: .*; extra.health.skipped: expected a number of steps >= 0"),
     ],
@@ -57,9 +61,11 @@ def test_a_checkpoint_that_no_trainer_can_go_on_from_is_passed_over(tmp_path: Pa
 
 
 def test_what_health_wrote_is_taken(tmp_path: Path) -> None:
-    for step, norms in ((2, []), (3, [None] * WINDOW), (4, [0.5] * (WINDOW - 1) + [None])):
+    for step, norms in ((2, []), (3, [None] * WINDOW), (4, [0.5] * (WINDOW - 1) + [None]), (5, [MOST, 10**30] * 64)):
         _seal(tmp_path, step, GOOD | {"step": step, "health": {"norms": norms, "skipped": 3}})
-        assert position.newest(tmp_path).extra["step"] == step
+        extra = position.newest(tmp_path).extra
+        Health(skips=0, spike=2.0, device=torch.device("cpu")).load(extra["health"])
+        assert extra["step"] == step
     assert position.newest(tmp_path / "nowhere") == position.BEGINNING
 
 

@@ -56,10 +56,13 @@ def accumulate_torch(
     grad: Tensor, reduced: Tensor, *, scale: float | Tensor, fresh: bool, sums: Tensor | None = None
 ) -> None:
     """The twin."""
-    if fresh:
+    wide = torch.promote_types(grad.dtype, reduced.dtype)  # nothing is rounded, or too large, before it is scaled
+    if fresh and wide is grad.dtype:
         grad.copy_(reduced).mul_(scale)  # widened where it is to lie, no wide copy beside it
+    elif fresh:
+        torch.mul(reduced, scale, out=grad)
     elif isinstance(scale, Tensor):
-        grad.addcmul_(reduced.to(grad.dtype), scale)
+        grad.copy_(grad.to(wide).addcmul_(reduced.to(wide), scale.to(wide)))
     else:
         grad.add_(reduced, alpha=scale)
     if sums is not None:

@@ -31,6 +31,18 @@ def test_against_float64(interpreter) -> None:
     interpreter.run(_numbers)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("scale", [1 / 3, torch.tensor(1 / 3)])
+def test_a_narrower_gradient_is_rounded_once_after_scaling(dtype: torch.dtype, scale: float | torch.Tensor) -> None:
+    torch.manual_seed(0)
+    reduced = torch.cat([torch.randn(1000), torch.tensor([1e5, -1.2e5])])  # the last are too large for float16
+    old = torch.randn(1002).to(dtype)
+    for fresh, before in ((True, 0), (False, old.float())):
+        grad = old.clone()
+        accumulate_(grad, reduced, scale=scale, fresh=fresh)
+        assert torch.equal(grad, (before + reduced * scale).to(dtype)) and grad.isfinite().all()
+
+
 def test_what_does_not_fit_is_refused() -> None:
     grad = torch.zeros(8)
     with pytest.raises(
