@@ -119,7 +119,8 @@ class Optimizer(torch.optim.Optimizer):
             warm_up(self.runs, share_replicas=share_replicas)
         self._units = list({id(run.home.unit): run.home.unit for run in self.runs if run.home}.values())
         self._programs: dict[tuple[tuple[int, int, int], ...], list[Bucket]] = {}
-        self._failed = False  # a step raised here while other ranks may have taken it
+        self._failed = False  # a step raised here after some of it was taken, or while other ranks may have taken it
+        self._applied = 0  # buckets of the step going on that are stepped: they keep what they wrote
 
     @property
     def owners(self) -> dict[Key, int]:
@@ -143,8 +144,9 @@ class Optimizer(torch.optim.Optimizer):
     ) -> Any:
         """Steps every parameter that has a gradient.
 
-        An exception in a block takes back what this rank wrote, and this rank alone: others may have taken the step,
-        or wait for this one. With more than one rank it ends the job, which goes on from a checkpoint.
+        An exception in a block takes back what the step wrote, except buckets (64 MiB of payloads) that were finished
+        before, and on this rank alone: others may have taken the step, or wait for this one. Where any bucket was
+        finished, or there are other ranks, it ends the job, which goes on from a checkpoint.
 
         Args:
             closure: Recomputes the loss, as in torch.
@@ -158,12 +160,13 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             ValueError: If a parameter has become of another dtype or, outside any unit, is not contiguous any more or
                 has a sparse gradient; nothing is changed then.
-            RuntimeError: If a block fails, naming its parameter; and from then on, where there are other ranks.
+            RuntimeError: If a block fails, naming its parameter; and from then on, where there are other ranks or a
+                bucket was finished.
         """
         if self._failed:
             raise RuntimeError(
-                "step: an earlier step of this Optimizer raised on this rank, and other ranks may have taken it: end "
-                "the job on every rank and go on from a checkpoint"
+                "step: an earlier step of this Optimizer raised on this rank, and some of it was taken here, or other "
+                "ranks may have taken it: end the job on every rank and go on from a checkpoint"
             )
         loss = None
         if closure is not None:
@@ -181,12 +184,12 @@ class Optimizer(torch.optim.Optimizer):
         except Exception:
             for bucket in buckets:
                 bucket.undo()
-            self._failed = dist.is_initialized() and dist.get_world_size() > 1
+            self._failed = self._applied > 0 or (dist.is_initialized() and dist.get_world_size() > 1)
             raise
         return loss
 
     def _run(self, buckets: Sequence[Bucket], rules: dict[str, Any], skip: torch.Tensor | None) -> None:
-        pending: Bucket | None = None
+        pending, self._applied = None, 0
         for bucket, following in zip_longest(buckets, buckets[1:]):
             if pending is None:
                 bucket.prepare(rules[bucket.group], skip)
@@ -194,6 +197,7 @@ class Optimizer(torch.optim.Optimizer):
                 following.prepare(rules[following.group], skip)  # travels while this one is computed
             bucket.compute(rules[bucket.group])
             if pending is not None:
+                self._applied += 1
                 pending.apply(rules[pending.group], skip)
             if following is not None and not following.has_blocks:
                 following.prepare(rules[following.group], skip)  # writes at once: only when no block can fail any more

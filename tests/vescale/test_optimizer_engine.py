@@ -307,6 +307,28 @@ def test_after_an_exception_beside_other_ranks_no_step_is_taken(pool) -> None:
     pool(2).run(_step_after_a_failure)
 
 
+def test_after_an_exception_behind_a_finished_bucket_no_step_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three parameters outside any unit are three buckets: the first is stepped while the third is computed."""
+    from vescale import Optimizer, Rules
+
+    model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
+    optimizer = Optimizer(model.named_parameters(), Rules(all=("*", Muon(lr=0.02))))
+    model(torch.ones(2, 4)).sum().backward()
+    before, block, calls = _everything(model, optimizer), Muon.block, []
+
+    def failing(*args: Any, **options: Any) -> Any:
+        calls.append(1)
+        return block(*args, **options) if len(calls) < 3 else 1 / 0
+
+    monkeypatch.setattr(Muon, "block", failing)
+    with pytest.raises(RuntimeError, match=r"2\.weight: Muon.block failed"):
+        optimizer.step()
+    after = _everything(model, optimizer)
+    assert {name[0] for name, value in after.items() if not torch.equal(value, before[name])} == {"0"}
+    with pytest.raises(RuntimeError, match="some of it was taken here"):
+        optimizer.step()
+
+
 def test_a_sparse_gradient_is_named_and_nothing_changes() -> None:
     from vescale import Optimizer, Rules
 
