@@ -16,7 +16,9 @@ A family is a config that says which attention and which feed-forward layer stan
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+import os
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -397,18 +399,36 @@ class CausalLM(nn.Module):
     def _moes(self) -> dict[str, MoE]:
         return {name: module for name, module in self.named_modules() if isinstance(module, MoE)}
 
-    def export(self, folder: str) -> None:
+    def export(
+        self,
+        folder: str,
+        *,
+        tensors: Iterable[tuple[str, torch.Tensor]] | None = None,
+        like: str | None = None,
+    ) -> None:
         """Writes a new folder that transformers opens; of a sharded model, every rank calls this.
 
         Args:
             folder: Absent or empty.
+            tensors: Whole parameters and saved buffers to write in place of the model's own, which may be on meta;
+                taken one by one, and this process alone calls this.
+            like: A folder to take the tokenizer and the ids of special tokens from; None: ``config.weights``, or with
+                a warning nothing if that is gone.
 
         Raises:
-            ValueError: If ``folder`` holds anything.
+            ValueError: If ``folder`` holds anything, or ``like`` has no config.json.
         """
-        from models.hf import save  # which knows every family
+        from models.hf import save, write  # which know every family
 
-        save(self, folder)
+        began = self.config.weights
+        if like is None and began is not None:
+            like = began if os.path.isdir(began) else None
+            if like is None and (not dist.is_initialized() or dist.get_rank() == 0):
+                warnings.warn(f"{began}, where this model began, is gone: {folder} gets no tokenizer", stacklevel=2)
+        if tensors is None:
+            save(self, folder, like=like)
+        else:
+            write(folder, self.config, tensors, like=like)
 
     def tie_weights(self) -> None:
         """Points the head at the embedding's Parameter if they are tied; ``to_empty`` gives each of them its own."""
@@ -473,13 +493,27 @@ def _jagged_problems(input_ids: torch.Tensor, labels: torch.Tensor | None, *, lo
     if input_ids.layout is not torch.jagged or input_ids.ndim != 2:
         yield f"input_ids: expected a jagged tensor (documents, tokens), got {input_ids.ndim} dims, {input_ids.layout}"
         return
-    offsets = input_ids.offsets()  # type: ignore[attr-defined]  # what jagged tensors have
+    if input_ids.lengths() is not None:  # type: ignore[attr-defined]  # what jagged tensors have
+        yield "input_ids: expected documents that lie end to end, got a jagged tensor with holes (lengths)"
+        return
+    if not input_ids.values().numel():
+        yield f"input_ids: expected at least one token, got {input_ids.shape[0]} documents without"
+        return
+    offsets = input_ids.offsets()  # type: ignore[attr-defined]
     # On a GPU the lengths are not read: that would wait for it.
     if offsets.device.type == "cpu" and int(offsets.diff().max()) > longest:
         got = int(offsets.diff().max())
         yield f"input_ids: expected documents of at most max_position_embeddings = {longest} tokens, got {got}"
-    if labels is not None and not (labels.is_nested and labels.values().shape == input_ids.values().shape):
+    if labels is not None and not (labels.is_nested and _same_documents(input_ids, labels)):
         yield "labels: expected a jagged tensor with the documents of input_ids"
+
+
+def _same_documents(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two jagged tensors have as many tokens and, where that can be read without waiting, in each document."""
+    if one.values().shape != other.values().shape:
+        return False
+    mine, its = one.offsets(), other.offsets()  # type: ignore[attr-defined]  # what jagged tensors have
+    return mine.shape == its.shape and (mine.device.type != "cpu" or torch.equal(mine, its.to(mine.device)))
 
 
 def is_count(value: object) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from torch import nn
 
@@ -13,7 +13,7 @@ from models.activations import Batch, Part, gated, latent_attention
 from models.attention import LatentAttention
 from models.decoder import CausalLMConfig, is_count
 from models.layers import SwiGLU
-from models.moe import Experts, MoE, Router, grouped_sigmoid
+from models.moe import Experts, MoE, Router, grouped_sigmoid, relative_error, sign_of_error
 from models.rope import score_factor
 from models.sparse import SparseConfig
 
@@ -34,6 +34,8 @@ class DeepseekV3Config(SparseConfig):
         routed_scaling_factor: Of those weights.
         router_bias_rate: Step of each expert's correction per optimizer step, in units of a score (arXiv 2412.19437,
             section 4.2: 0.001); 0 leaves it as it is.
+        router_bias_step: What that multiplies: "sign", 1 for an expert with fewer tokens than the mean and -1 for one
+            with more, as DeepSeek-V3, or "error", how far from the mean they are, over the mean.
         q_lora_rank: Elements of the query's latent; None: queries are projected directly.
         kv_lora_rank: Elements of the latent of keys and values.
         qk_nope_head_dim: Elements of a head of queries and keys that do not rotate.
@@ -60,6 +62,7 @@ class DeepseekV3Config(SparseConfig):
     norm_topk_prob: bool = True
     routed_scaling_factor: float = 2.5
     router_bias_rate: float = 0.001
+    router_bias_step: Literal["sign", "error"] = "sign"
     q_lora_rank: int | None = 1536
     kv_lora_rank: int = 512
     qk_nope_head_dim: int = 128
@@ -89,6 +92,8 @@ class DeepseekV3Config(SparseConfig):
             yield f"first_k_dense_replace: expected 0 to {self.num_hidden_layers}, got {dense!r}"
         if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not rate >= 0:
             yield f"router_bias_rate: expected a number >= 0, got {rate!r}"
+        if self.router_bias_step not in ("sign", "error"):
+            yield f"router_bias_step: expected 'sign' or 'error', got {self.router_bias_step!r}"
         if self.q_lora_rank is not None and not is_count(self.q_lora_rank):
             yield f"q_lora_rank: expected None or an integer >= 1, got {self.q_lora_rank!r}"
         if self.qk_rope_head_dim % 2:
@@ -133,8 +138,14 @@ class DeepseekV3Config(SparseConfig):
             renormalise=self.norm_topk_prob,
             scale=self.routed_scaling_factor,
         )
-        options = {**self.router_options(), "correction_rate": self.router_bias_rate}
-        router = Router(self.hidden_size, self.n_routed_experts, select=select, **options)
+        router = Router(
+            self.hidden_size,
+            self.n_routed_experts,
+            select=select,
+            correction_rate=self.router_bias_rate,
+            correction_step=sign_of_error if self.router_bias_step == "sign" else relative_error,
+            **self.router_options(),
+        )
         shared = SwiGLU(self.hidden_size, self.moe_intermediate_size * self.n_shared_experts)
         return MoE(router, Experts(self.n_routed_experts, self.hidden_size, self.moe_intermediate_size), shared=shared)
 

@@ -8,7 +8,6 @@ model.safetensors.index.json           which of them holds each tensor
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,6 +47,22 @@ def read_headers(folder: Path) -> tuple[dict[str, Stored], list[str]]:
     return stored, problems
 
 
+def no_weights(folder: Path) -> str | None:
+    """Returns why there are no weights to read in ``folder``; None: there are."""
+    if not folder.is_dir():
+        return absence(folder)
+    if (folder / SINGLE).exists() or (folder / INDEX).exists():
+        return None
+    pickled = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
+    why = f"; {pickled[0]} is a pickle, which may run anything: convert it to safetensors" if pickled else ""
+    return f"{SINGLE}: not in the folder, and no {INDEX} either{why}"
+
+
+def absence(folder: Path) -> str:
+    """Returns what stands in place of a folder."""
+    return f"{folder}: expected a folder, {'got a file' if folder.exists() else 'there is none'}"
+
+
 def _is_pointer(path: Path) -> bool:
     """Whether a file is what a clone without Git LFS leaves in place of one (git-lfs/git-lfs, docs/spec.md)."""
     mark = b"version https://git-lfs.github.com/spec/"
@@ -59,8 +74,6 @@ def _files(folder: Path) -> tuple[dict[Path, list[str]], list[str]]:
     """Returns each file of weights with the names that an index says it holds, and what is wrong with the index."""
     if (folder / SINGLE).exists():
         return {folder / SINGLE: []}, []
-    if not (folder / INDEX).exists():
-        return {}, [f"{SINGLE}: not in the folder, and no {INDEX} either"]
     try:
         names_of: dict[Path, list[str]] = {}
         for name, file in read_json(folder / INDEX)["weight_map"].items():
@@ -102,7 +115,10 @@ def write_weights(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], *, 
 
 def _write_file(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, int]:
     """Writes one file; returns the bytes of each of its tensors."""
-    save_file(tensors, path, metadata={"format": "pt"})  # transformers 4 refuses a file without it
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})  # transformers 4 refuses a file without it
+    except SafetensorError as error:  # a full disk, for one
+        raise OSError(f"{path}: cannot be written, {error}") from error
     return {name: tensor.nbytes for name, tensor in tensors.items()}
 
 
@@ -124,11 +140,15 @@ def read_json(path: Path) -> dict[str, Any]:
     """Returns the object in a JSON file.
 
     Raises:
-        ValueError: If it is not there or is no JSON object.
+        ValueError: If it or its folder is not there, or it is no JSON object.
     """
+    if not path.parent.is_dir():
+        raise ValueError(absence(path.parent))
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise ValueError(f"{path}: expected a JSON file, {error.strerror}") from error
+    except (ValueError, RecursionError) as error:  # the last, of brackets in brackets
         raise ValueError(f"{path}: expected a JSON file, {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path}: expected a JSON object, got {type(value).__name__}")
@@ -138,12 +158,3 @@ def read_json(path: Path) -> dict[str, Any]:
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Writes a JSON object."""
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-
-
-def sync(path: Path) -> None:
-    """Waits until a file's or a folder's contents are on the disk, so that no rename can overtake them."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

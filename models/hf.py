@@ -3,12 +3,11 @@
 Reading looks at every header first and lists all that does not fit in one ValueError, before any parameter is changed.
 Writing goes to a folder beside the final one, which it becomes by a rename, so a folder with the final name is always
 complete. Both work on sharded parameters: each rank reads what it holds; whole tensors are gathered one by one and
-written by rank 0. `python -m models.hf` is models.convert.
+written by rank 0. `python -m models.hf` is models.recipe.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -20,7 +19,8 @@ from safetensors import safe_open
 
 from models.decoder import CausalLM, CausalLMConfig
 from models.expert_parallel import Held, held
-from models.files import Stored, read_headers, read_json, sync, write_json, write_weights
+from models.files import Stored, no_weights, read_headers, read_json, write_json, write_weights
+from models.fresh import fresh_folder
 from models.hf_config import CONFIG, config_json, load_config, model_type_of
 from models.stored import Part, parts_of, stored
 
@@ -97,6 +97,8 @@ def load_weights(model: CausalLM, folder: str | Path) -> None:
 
 def check_weights(config: CausalLMConfig, folder: str | Path) -> list[str]:
     """Returns what is wrong with the files of weights in ``folder``, for a model of ``config``; reads headers only."""
+    if (nothing := no_weights(Path(folder))) is not None:
+        return [nothing]
     with torch.device("meta"):
         model = config.build()
     wanted = {part.name: part.shape for name, tensor in named_tensors(model) for part in _parts(model, name, tensor)}
@@ -124,14 +126,15 @@ def save(
         model: Plain or sharded; if sharded, every rank of the process group calls this, and rank 0 writes.
         folder: Absent or empty.
         dtype: Of the stored parameters; None: as they are. Buffers stay as they are.
-        like: A folder whose tokenizer, generation config and other keys of config.json (such as the ids of special
-            tokens) are taken over.
+        like: A folder whose tokenizer, generation config and ids of special tokens are taken over.
         shard_bytes: Most bytes of weights in one file; the default is transformers'.
 
     Raises:
-        ValueError: If ``folder`` holds anything, or ``like`` has no config.json; before anything is written, on every
-            rank.
+        ValueError: If ``folder`` holds anything, ``like`` has no config.json or ``dtype`` is not floating point; before
+            anything is written, on every rank.
     """
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"dtype: expected a floating point dtype, got {dtype}")
     buffers = {name for name, _ in model.named_buffers()}
     parameters = ((name, whole(tensor)) for name, tensor in named_tensors(model))
     tensors = ((n, t if dtype is None or n in buffers else t.to(dtype)) for n, t in parameters)
@@ -172,33 +175,13 @@ def write(
     Raises:
         ValueError: As ``save``.
     """
-    folder = Path(folder)
-    check_new(folder)
     other_keys = {} if like is None else read_json(Path(like) / CONFIG)
-    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
-    partial.mkdir(parents=True)
-    try:
+    with fresh_folder(Path(folder)) as partial:
         dtype = write_weights(partial, stored(model_type_of(config), tensors), shard_bytes=shard_bytes)
         write_json(partial / CONFIG, config_json(config, dtype, other_keys))
         for source in [] if like is None else [Path(like) / name for name in _COMPANIONS]:
             if source.is_file():
                 shutil.copyfile(source, partial / source.name)
-        for path in [*partial.iterdir(), partial]:
-            sync(path)
-        partial.rename(folder)
-        sync(folder.parent)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-
-
-def check_new(folder: Path) -> None:
-    """Raises ValueError if ``folder`` holds anything, is a file or lies below one."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"folder: expected a new or empty folder to save to, got {folder}, which exists")
-    for parent in folder.parents:
-        if parent.exists() and not parent.is_dir():
-            raise ValueError(f"folder: expected a new or empty folder to save to, got {folder}, but {parent} is a file")
 
 
 # --- a model's tensors and their runs ---
@@ -288,6 +271,6 @@ def _read(file: Any, part: Part) -> torch.Tensor:
 
 
 if __name__ == "__main__":
-    from models.convert import main
+    from models.recipe import main
 
     main()

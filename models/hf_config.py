@@ -20,7 +20,7 @@ from models.qwen3 import Qwen3Config, Qwen3MoeConfig
 CONFIG = "config.json"
 
 # Fields that config.json says nothing of.
-OURS = ("checkpoint", "loss_chunk_size", "weights", "force_balance", "router_bias_rate")
+OURS = ("checkpoint", "loss_chunk_size", "weights", "force_balance", "router_bias_rate", "router_bias_step")
 
 # Where transformers 4 and 5 describe the rotary positions.
 _ROPE_KEYS = ("rope_scaling", "rope_parameters")
@@ -92,7 +92,10 @@ def load_config(folder: str | Path, **choices: Any) -> CausalLMConfig:
     problems = list(_unlike(model_type, family, raw))
     raw = {family.synonyms.get(key, key): value for key, value in raw.items()}
     names = {field.name for field in dataclasses.fields(family.config)} - {"rope_theta", "rope_scaling", *OURS}
-    fields = {name: raw[name] for name in names if name in raw} | _rope_fields(raw) | choices
+    fields = {name: raw[name] for name in names if name in raw} | _rope_fields(raw)
+    if "sliding_window" in names and _sees_everything(raw.get("layer_types")):
+        fields["sliding_window"] = None
+    fields |= choices
     try:
         config = family.config(**fields)
     except ValueError as error:
@@ -103,20 +106,23 @@ def load_config(folder: str | Path, **choices: Any) -> CausalLMConfig:
 
 
 def config_json(config: CausalLMConfig, dtype: torch.dtype, other_keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the config.json of ``config`` and, of ``other_keys``, those that it does not set itself.
+    """Returns the config.json of ``config``, with the ids of special tokens from another.
 
     Args:
         config: Of the model.
         dtype: Of the stored weights.
-        other_keys: Of another config.json, such as the ids of special tokens.
+        other_keys: The other config.json, perhaps of another family or quantised: the rest of it may not be true here.
     """
     model_type = model_type_of(config)
     family = FAMILIES[model_type]
-    # transformers 5 says in these two what the keys of 4 below say.
-    dropped = {"rope_parameters", "dtype", *family.synonyms}
-    kept = {key: value for key, value in other_keys.items() if key not in dropped}
+    kept = {key: value for key, value in other_keys.items() if key.endswith("_token_id")}
     fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name not in OURS}
+    if config.rope_scaling is None and family.config().rope_scaling is not None:  # null would mean the family's own
+        fields["rope_scaling"] = {"rope_type": "default"}
     extra = {"num_key_value_heads": config.num_attention_heads} if model_type == "deepseek_v3" else {}
+    if isinstance(config, GptOssConfig) and config.sliding_window is None:  # transformers wants a number all the same
+        fields["sliding_window"] = config.max_position_embeddings
+        fields["layer_types"] = ["full_attention"] * config.num_hidden_layers
     return kept | {
         "architectures": [family.architecture],
         "model_type": model_type,
@@ -138,10 +144,14 @@ def _unlike(model_type: str, family: Family, raw: Mapping[str, Any]) -> Iterator
         if not isinstance(raw.get(key), Mapping | None):
             yield f"{key}: expected a JSON object, got {raw[key]!r}"
     layers = raw.get("layer_types")
-    if layers is not None:
+    if layers is not None and not _sees_everything(layers):
         kinds = ("sliding_attention", "full_attention") if model_type == "gpt_oss" else ("full_attention",)
         if not isinstance(layers, list) or layers != [kinds[i % len(kinds)] for i in range(len(layers))]:
             yield f"layer_types: expected {' and '.join(kinds)} in turn, got {layers!r}"
+
+
+def _sees_everything(layers: Any) -> bool:
+    return isinstance(layers, list) and bool(layers) and layers == ["full_attention"] * len(layers)
 
 
 def _rope_fields(raw: Mapping[str, Any]) -> dict[str, Any]:

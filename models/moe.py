@@ -82,6 +82,28 @@ def grouped_sigmoid(
     return Choice(weights * scale, chosen, scores / scores.sum(dim=-1, keepdim=True))
 
 
+def sign_of_error(counted: torch.Tensor) -> torch.Tensor:
+    """Returns 1 for experts with fewer tokens than the mean, -1 for those with more (arXiv 2408.15664, algorithm 1).
+
+    Args:
+        counted: (experts,) tokens of each.
+    """
+    return torch.sign(counted.float().mean() - counted.float())
+
+
+def relative_error(counted: torch.Tensor) -> torch.Tensor:
+    """Returns how far below the mean each expert's tokens are, over the mean: 1 for none, -1 for twice the mean.
+
+    The variant ``b += u e`` of arXiv 2408.15664, section 4.3, whose error counts tokens: over the mean, the rate does
+    not depend on the batch. Quick where the load is far off and still where it is even, where a sign keeps stepping.
+
+    Args:
+        counted: (experts,) tokens of each.
+    """
+    mean = counted.float().mean()
+    return (mean - counted.float()) / mean.clamp(min=1)
+
+
 class Router(nn.Module):
     """Scores every expert for every token, in fp32, and keeps count of what it chose.
 
@@ -93,6 +115,7 @@ class Router(nn.Module):
         bias: Whether the logits have a bias that is trained.
         correction_rate: Step of the correction that balances the experts, in units of a score; 0 leaves it as it is,
             None: there is none.
+        correction_step: What of the counts is multiplied by it.
         aux_coef: Weight of the balancing loss of this layer, per token.
         force_balance: Deal the tokens out evenly instead, for measuring speed.
     """
@@ -109,12 +132,13 @@ class Router(nn.Module):
         select: Select,
         bias: bool = False,
         correction_rate: float | None = None,
+        correction_step: Callable[[torch.Tensor], torch.Tensor] = sign_of_error,
         aux_coef: float = 0.0,
         force_balance: bool = False,
     ) -> None:
         super().__init__()
         self.k, self.select, self.aux_coef, self.force_balance = k, select, aux_coef, force_balance
-        self.correction_rate, self.counted = correction_rate, None
+        self.correction_rate, self.correction_step, self.counted = correction_rate, correction_step, None
         self.weight = nn.Parameter(torch.full((num_experts, hidden_size), math.nan))
         self.bias = nn.Parameter(torch.zeros(num_experts)) if bias else None
         correction = None if correction_rate is None else torch.zeros(num_experts)
@@ -147,14 +171,14 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def correct(self, counted: torch.Tensor, *, skip: torch.Tensor | None = None) -> None:
-        """Makes experts with fewer tokens than the mean easier to choose (arXiv 2408.15664, algorithm 1).
+        """Makes experts with fewer tokens than the mean easier to choose.
 
         Args:
             counted: (experts,) of the whole optimizer step, over all ranks.
             skip: () float32 on the device: 1.0 changes nothing.
         """
         if self.correction_rate and self.e_score_correction_bias is not None:
-            step = torch.sign(counted.float().mean() - counted.float())
+            step = self.correction_step(counted)
             step = step if skip is None else step.masked_fill(skip > 0, 0.0)
             self.e_score_correction_bias.add_(step, alpha=self.correction_rate)
 

@@ -68,7 +68,7 @@ LEVELS = (
     {"blueprint", "uneven"},
     {"memory", "traffic", "simulate", "advice"},
     {"forecast", "tables", "shortage"},
-    {"train", "report", "torchrun"},
+    {"train", "report", "export", "torchrun"},
     {"plan"},
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,18 @@ def test_the_drawing_has_the_planners_numbers() -> None:
     numbers = re.findall(r"\d+", drawing.splitlines()[1].removeprefix(" element"))
     assert [int(n) for n in numbers] == [edge for i in range(3) for edge in plan.interval(i)] + [plan.numel]
     assert f"shards of {plan.shard_size}:" in drawing
+
+
+def test_experts_were_balanced_as_the_table_says() -> None:
+    """In every step of the last half of each run, whose loads are kept, and by the numbers shown."""
+    table = README.read_text().split("`python tests/bench/experts.py`")[1].split("`python tests/bench/planner.py`")[0]
+    runs = json.loads((README.parent / "tests" / "bench" / "experts.json").read_text())["runs"]
+    loads = {run["seed"]: run["loads"] for run in runs if run["model"] == "experts"}
+    assert loads
+    for seed, steps in loads.items():
+        assert len(steps) == 250 and max(steps[125:]) <= 2
+        (row,) = [line.split("|") for line in table.splitlines() if line.startswith(f"| {seed} ")]
+        assert [float(cell) for cell in row[4:6]] == [round(max(steps[at:]), 2) for at in (125, 187)]
 
 
 def test_the_recipe_composes(tmp_path: Path) -> None:

@@ -46,8 +46,9 @@ class ModelConfig(Protocol):
         """Returns the model: ``model(input_ids, labels)`` is the sum of token losses, ``units()`` its layers.
 
         ``finish_step(skip=flag)`` ends an optimizer step, which was left out where the flag is 1.0, and returns
-        metrics; ``export(folder)``, called by all ranks, writes the weights. With experts, ``deal_experts(group)``
-        leaves this rank its part of them and ``expert_units()`` are those.
+        metrics; ``export(folder)``, called by all ranks, writes the weights, or with ``tensors=`` those named tensors
+        in their place (vescale/export.py). With experts, ``deal_experts(group)`` leaves this rank its part of them and
+        ``expert_units()`` are those.
         """
 
     def num_parameters(self) -> int:

@@ -170,7 +170,13 @@ def make_expert_mesh(device: torch.device, ep: int) -> DeviceMesh:
 
     Args:
         device: Of this rank.
-        ep: Ranks that deal the experts, neighbours so that tokens stay on a node; divides the world.
+        ep: Ranks that deal the experts, neighbours so that tokens stay on a node.
+
+    Raises:
+        ValueError: If ``ep`` does not divide the world.
     """
-    shape = (dist.get_world_size() // ep, ep)
+    world = dist.get_world_size()
+    if ep < 1 or world % ep:
+        raise ValueError(f"ep: expected a divisor of the number of ranks, {world}, got {ep}")
+    shape = (world // ep, ep)
     return init_device_mesh(device.type, shape, mesh_dim_names=("efsdp", "ep"))

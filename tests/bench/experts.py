@@ -2,9 +2,9 @@
 
 The dense model is the same recipe with every layer dense (``first_k_dense_replace``): a layer of 384 between its
 projections instead of two of sixteen experts and a shared one of 128 each. The load is the tokens of the busiest expert
-of a step over the mean: the largest of any layer among the log lines of the last quarter of the run, and of all lines
-but those of the first quarter, in which the balance begins. One run at a time; each is written to the file when it
-ends, and a file that exists is continued::
+of a step over the mean, of the worst layer, at every step: the largest of the last half and of the last quarter of the
+run, and the step after which it was never above 2. One run at a time; each is written to the file when it ends, and a
+file that exists is continued::
 
     python tests/bench/experts.py --json FILE [--steps 250]
 """
@@ -32,27 +32,29 @@ def train(model: str, seed: int, steps: int) -> dict[str, Any]:
     """Runs one model on one rank by the command a user would type; returns its final loss and its loads by step."""
     with tempfile.TemporaryDirectory() as scratch:
         words = [f"trainer.seed={seed}", f"trainer.steps={steps}", f"run_dir={scratch}/run", "tracking.mode=disabled"]
-        words += ["trainer.save_every=1000000", "trainer.eval_every=1000000", *MODELS[model]]
+        words += ["trainer.save_every=1000000", "trainer.eval_every=1000000", "trainer.log_every=1", *MODELS[model]]
         command = [sys.executable, "-m", "vescale.train", "recipe=moe_debug_muon", *words]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         subprocess.run(command, check=True, env=environment, capture_output=True, cwd=scratch)
         lines = [json.loads(line) for line in (Path(scratch) / "run" / "metrics.jsonl").read_text().splitlines()]
     (final,) = [line["validation_loss"] for line in lines if "validation_loss" in line]
-    loads = {
-        line["step"]: round(max(value for key, value in line.items() if key.startswith("expert_load/")), 3)
-        for line in lines
-        if any(key.startswith("expert_load/") for key in line)
-    }
+    # Of the worst layer, by step; empty for the dense model.
+    loads = [round(max(found), 3) for found in map(_loads, lines) if found]
+    assert len(loads) == (steps if model == "experts" else 0)
     print(f"{model} seed {seed}: {final:.4f}", file=sys.stderr, flush=True)
     return {"model": model, "seed": seed, "steps": steps, "final": final, "loads": loads}
+
+
+def _loads(line: dict[str, Any]) -> list[float]:
+    return [value for key, value in line.items() if key.startswith("expert_load/")]
 
 
 def runs(file: Path, steps: int) -> list[dict[str, Any]]:
     """Returns the six runs, from the file or by training."""
     found = json.loads(file.read_text())["runs"] if file.exists() else []
     known = {(run["model"], run["seed"], run["steps"]) for run in found}
-    for seed in SEEDS:
-        for model in MODELS:
+    for model in MODELS:
+        for seed in SEEDS:
             if (model, seed, steps) not in known:
                 found.append(train(model, seed, steps))
                 file.write_text(json.dumps({"machine": machine(), "runs": found}))
@@ -62,14 +64,15 @@ def runs(file: Path, steps: int) -> list[dict[str, Any]]:
 def show(found: list[dict[str, Any]], steps: int) -> None:
     """Prints the table."""
     table = Table(title=f"moe_debug_muon, {steps} steps: validation loss, nats per byte ({machine()})")
-    for column in ("model", "seeds 0, 1, 2", "mean", "sd", "load, last quarter", "load, after the first"):
+    for column in ("model", "seeds 0, 1, 2", "mean", "sd", "load, last half", "last quarter", "never above 2 after"):
         table.add_column(column)
     for model in MODELS:
         mine = sorted((run for run in found if run["model"] == model), key=lambda run: run["seed"])
         finals = [run["final"] for run in mine]
-        late = [max((v for s, v in run["loads"].items() if int(s) > 0.75 * steps), default=0) for run in mine]
-        rest = [max((v for s, v in run["loads"].items() if int(s) > 0.25 * steps), default=0) for run in mine]
-        cells = (" ".join(f"{value:.3f}" for value in values) for values in (late, rest))
+        halves, quarters = ([max(run["loads"][steps * i // 4 :], default=0) for run in mine] for i in (2, 3))
+        settled = (max((i + 1 for i, load in enumerate(run["loads"]) if load > 2), default=0) for run in mine)
+        cells = [" ".join(f"{value:.2f}" for value in values) for values in (halves, quarters)]
+        cells.append(" ".join(map(str, settled)))
         numbers = (f"{statistics.mean(finals):.3f}", f"{statistics.stdev(finals):.3f}")
         table.add_row(model, " ".join(f"{value:.3f}" for value in finals), *numbers, *cells)
     Console(width=120).print(table)

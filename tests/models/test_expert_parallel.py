@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from models import DeepseekV3Config, Qwen3MoeConfig, hf
 from models.decoder import CausalLM, CausalLMConfig
-from models.expert_parallel import held
+from models.expert_parallel import ExpertParallel, held
 from optimizers import SOAP, Adam8bit, AdamW, Muon
 from vescale import Optimizer, Rules, checkpoint, clip_grad_norm_, collectives, fully_shard
 from vescale.mesh import make_expert_mesh
@@ -115,8 +115,10 @@ def dealt(config: CausalLMConfig, router: float | None, ep: int) -> dict[str, An
     return steps(model, optimizer, data(dist.get_rank(), dist.get_world_size()))
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize(("world", "ep"), [(2, 2), (4, 2), (4, 4)])
+RANKS = [(name, world, ep) for world, ep in ((2, 2), (4, 2), (4, 4)) for name in CASES]
+
+
+@pytest.mark.parametrize(("name", "world", "ep"), [*RANKS, ("spread", 3, 3)])
 def test_outputs_gradients_and_updates_are_those_of_one_process(name: str, world: int, ep: int, pool: Any) -> None:
     config, router = CASES[name]
     want = one_process(config, router)
@@ -127,6 +129,45 @@ def test_outputs_gradients_and_updates_are_those_of_one_process(name: str, world
     for result in results:
         for key in ("grads", "norm", "weights", "loads"):
             torch.testing.assert_close(result[key], want[key], **close)
+
+
+def layer_with_rows(rows: tuple[int, ...], ep: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Output and summed gradients of one layer whose ranks have so many tokens each; whole, or its experts dealt."""
+    moe = QWEN.feed_forward(0)
+    torch.manual_seed(0)
+    for parameter in moe.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    x, pull = torch.randn(2, 1, sum(rows), 32)
+    if ep:
+        parallel = ExpertParallel(dist.group.WORLD, QWEN.num_experts)
+        parallel.keep(moe.experts)
+        moe.run = parallel
+        x, pull = (tensor.split(rows, dim=1)[dist.get_rank()] for tensor in (x, pull))
+    out, _ = moe(x)
+    out.backward(pull)
+    grads = {name: hf.whole(p.grad, held(p)) for name, p in moe.named_parameters()}
+    if ep:
+        dist.all_reduce(grads["gate.weight"])
+    return out.detach(), grads
+
+
+@pytest.mark.parametrize("rows", [(7, 0), (0, 1)])
+def test_a_rank_may_have_no_tokens(rows: tuple[int, ...], pool: Any) -> None:
+    want, want_grads = layer_with_rows(rows, False)
+    results = pool(2).run(layer_with_rows, rows, True)
+    torch.testing.assert_close(torch.cat([out for out, _ in results], dim=1), want, rtol=1e-5, atol=1e-5)
+    for _, grads in results:
+        torch.testing.assert_close(grads, want_grads, rtol=1e-5, atol=1e-5)
+
+
+def refused_mesh(ep: int) -> str:
+    with pytest.raises(ValueError) as refused:
+        make_expert_mesh(torch.device("cpu"), ep)
+    return str(refused.value)
+
+
+def test_experts_are_dealt_over_a_divisor_of_the_ranks(pool: Any) -> None:
+    assert pool(3).run(refused_mesh, 2) == ["ep: expected a divisor of the number of ranks, 3, got 2"] * 3
 
 
 def joined(state: torch.Tensor, part: Any) -> torch.Tensor:

@@ -15,6 +15,7 @@ from transformers import AutoConfig, LlamaForCausalLM
 from transformers import LlamaConfig as HFConfig
 
 from models import CausalLM, LlamaConfig, hf
+from vescale.live import LiveBytes
 
 LLAMA3: dict[str, Any] = {
     "rope_type": "llama3",
@@ -170,9 +171,30 @@ def test_tensors_may_be_gathered_one_by_one_while_they_are_written(tmp_path: Pat
     assert same_state(hf.load(tmp_path / "out"), model)
 
 
+def test_memory_stays_at_one_file_while_writing_and_at_one_tensor_while_reading(tmp_path: Path) -> None:
+    """Bytes of live tensors, beside the model's own."""
+    model = built()
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    largest, total = (of(4 * shape.numel() for shape in shapes.values()) for of in (max, sum))
+    with LiveBytes() as live:
+        hf.write(tmp_path / "out", CONFIG, ((n, torch.ones(shape)) for n, shape in shapes.items()), shard_bytes=8000)
+    assert live.peak <= 8000 + 2 * largest < total  # what is asked for, and its copy
+    del model
+    with LiveBytes() as live:
+        hf.load(tmp_path / "out")
+    assert live.peak <= total + largest
+
+
 def test_tokenizer_files_and_token_ids_are_taken_over(tmp_path: Path) -> None:
     source = saved(tmp_path / "source")
-    edit(source / "config.json", lambda c: c.update(bos_token_id=17, eos_token_id=[18, 19], rope_parameters={"a": 1}))
+    # Of another family and quantised, perhaps: nothing but the ids can be trusted to be true of what is saved.
+    other = {
+        "rope_parameters": {"a": 1},
+        "quantization_config": {"bits": 4},
+        "layer_types": ["x"],
+        "auto_map": {"a": 1},
+    }
+    edit(source / "config.json", lambda c: c.update(bos_token_id=17, eos_token_id=[18, 19], **other))
     (source / "tokenizer.json").write_text("{}")
     (source / "generation_config.json").write_text('{"eos_token_id": [18, 19]}')
     (source / "notes.txt").write_text("stays")
@@ -180,6 +202,7 @@ def test_tokenizer_files_and_token_ids_are_taken_over(tmp_path: Path) -> None:
     theirs = AutoConfig.from_pretrained(tmp_path / "out")
     assert (theirs.bos_token_id, theirs.eos_token_id) == (17, [18, 19])
     assert theirs.rope_parameters["rope_theta"] == 77.0
+    assert not other.keys() & json.loads((tmp_path / "out" / "config.json").read_text()).keys()
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         "config.json", "model.safetensors", "tokenizer.json", "generation_config.json",
     }  # fmt: skip
@@ -191,6 +214,12 @@ def test_a_folder_with_contents_is_not_saved_over(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="expected a new or empty folder to save to"):
         hf.save(built(initializer_range=0.5), folder)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_weights_are_not_saved_as_integers(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="dtype: expected a floating point dtype, got torch.int8"):
+        hf.save(built(), tmp_path / "out", dtype=torch.int8)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_save_that_fails_leaves_no_folder(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,17 @@ import torch.nn.functional as F
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from models import DeepseekV3Config, MixtralConfig
-from models.moe import Router, grouped_linear, softmax_top_k
+from models.moe import (
+    Experts,
+    MoE,
+    Router,
+    grouped_linear,
+    grouped_sigmoid,
+    relative_error,
+    sign_of_error,
+    softmax_top_k,
+    top_k_softmax,
+)
 
 MIXTRAL = MixtralConfig(
     vocab_size=61, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
@@ -55,6 +66,46 @@ def test_grouped_products_are_products(sizes: tuple[int, int], dtype: torch.dtyp
     pull = torch.randn(got.shape).to(dtype)
     grads = torch.autograd.grad(got, (x, weight), pull)
     torch.testing.assert_close(grads, torch.autograd.grad(want, (x, weight), pull), **close)
+
+
+SELECTS: dict[str, Any] = {
+    "softmax": partial(softmax_top_k, renormalise=True),
+    "top-k softmax": top_k_softmax,
+    "sigmoid": partial(grouped_sigmoid, groups=1, kept_groups=1, renormalise=True, scale=1.0),
+}
+
+
+@pytest.mark.parametrize("select", SELECTS)
+@pytest.mark.parametrize(("experts", "k"), [(1, 1), (3, 3), (5, 2), (5, 1)])
+@pytest.mark.parametrize("tokens", [0, 1, 9])
+def test_a_mixture_is_the_weighted_sum_of_its_experts(tokens: int, experts: int, k: int, select: str) -> None:
+    """One expert, every expert, one token and none included: each expert computed for each token, and weighted."""
+    torch.manual_seed(0)
+    router = Router(16, experts, k=k, select=SELECTS[select], aux_coef=1.0)
+    moe = MoE(router, Experts(experts, 16, 8))
+    for parameter in moe.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    x = torch.randn(1, tokens, 16, requires_grad=True)
+    out, aux = moe(x)
+    scores = F.linear(x[0], router.weight)
+    scores = scores.sigmoid() if select == "sigmoid" else scores.exp()
+    cut = scores.topk(k, dim=1).values[:, -1:] if tokens else scores
+    weights = scores.where(scores >= cut, 0.0)
+    weights = weights / weights.sum(dim=1, keepdim=True)
+    gate, up, down = (getattr(moe.experts, f"{name}_proj").weight for name in ("gate", "up", "down"))
+    hidden = F.silu(torch.einsum("ni,eoi->neo", x[0], gate)) * torch.einsum("ni,eoi->neo", x[0], up)
+    want = torch.einsum("neo,edo,ne->nd", hidden, down, weights)[None]
+    torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
+    assert torch.isfinite(aux) and router.counted.sum() == tokens * k
+    pull, inputs = torch.randn(out.shape), (x, *moe.parameters())
+    got = torch.autograd.grad(out, inputs, pull, allow_unused=not tokens)
+    torch.testing.assert_close(got, torch.autograd.grad(want, inputs, pull), rtol=1e-5, atol=1e-5)
+
+
+def test_a_dense_model_has_no_experts_to_deal() -> None:
+    model = built(replace(DEEPSEEK, first_k_dense_replace=3))
+    with pytest.raises(ValueError, match="DeepseekV3Config has no experts to deal over 2 ranks: use ep=1"):
+        model.deal_experts(SimpleNamespace(size=lambda: 2))
 
 
 def test_the_balancing_loss_is_transformers_in_the_gradient_and_not_in_the_value() -> None:
@@ -119,10 +170,26 @@ def test_correction_changes_the_choice_and_not_the_weights() -> None:
     torch.testing.assert_close(after.weights, 2.5 * scores / scores.sum(dim=1, keepdim=True))
 
 
-def test_correction_balances_a_router_that_prefers_one_expert() -> None:
+def test_errors_are_signs_or_relative_to_the_mean() -> None:
+    counted = torch.tensor([0, 4, 8, 4])
+    assert sign_of_error(counted).tolist() == [1, 0, -1, 0] and relative_error(counted).tolist() == [1, 0, -1, 0]
+    counted = torch.tensor([3, 4, 16, 1])
+    assert sign_of_error(counted).tolist() == [1, 1, -1, 1]
+    torch.testing.assert_close(relative_error(counted), torch.tensor([0.5, 1 / 3, -10 / 6, 5 / 6]))
+    assert relative_error(torch.zeros(3, dtype=torch.int64)).tolist() == [0, 0, 0]
+    steps = {
+        replace(DEEPSEEK, router_bias_step=kind).feed_forward(1).gate.correction_step for kind in ("sign", "error")
+    }
+    assert steps == {sign_of_error, relative_error}
+    with pytest.raises(ValueError, match="router_bias_step: expected 'sign' or 'error', got 'both'"):
+        replace(DEEPSEEK, router_bias_step="both")
+
+
+@pytest.mark.parametrize(("step", "rate", "most"), [(sign_of_error, 0.01, 1.5), (relative_error, 0.05, 1.1)])
+def test_correction_balances_a_router_that_prefers_one_expert(step: Any, rate: float, most: float) -> None:
     torch.manual_seed(0)
     select = built(DEEPSEEK).model.layers[1].mlp.gate.select
-    router = Router(16, 8, k=2, select=select, correction_rate=0.01)
+    router = Router(16, 8, k=2, select=select, correction_rate=rate, correction_step=step)
     with torch.no_grad():
         router.weight.normal_(std=0.3)
         router.weight[3] += 0.5
@@ -132,7 +199,27 @@ def test_correction_balances_a_router_that_prefers_one_expert() -> None:
         _, counts, _ = router(x)
         router.correct(counts)
         loads.append(float(counts.max() / counts.float().mean()))
-    assert loads[0] > 3 and max(loads[-10:]) < 1.5
+    assert loads[0] > 3 and max(loads[-10:]) < most
+
+
+def test_an_error_follows_a_router_that_moves_where_a_sign_overshoots() -> None:
+    """Training moves a router by a like step each time; the load of the busiest expert over the mean, once settled."""
+    worst = {}
+    for step, rate in ((relative_error, 0.02), (sign_of_error, 0.05)):
+        torch.manual_seed(0)
+        select = partial(grouped_sigmoid, groups=1, kept_groups=1, renormalise=True, scale=1.0)
+        router = Router(16, 16, k=2, select=select, correction_rate=rate, correction_step=step)
+        torch.nn.init.normal_(router.weight, std=0.1)
+        x, motion, loads = torch.randn(512, 16) + 0.5, torch.zeros(16, 16), []
+        for _ in range(120):
+            motion = 0.9 * motion + 0.1 * torch.randn(16, 16)
+            with torch.no_grad():
+                router.weight += 0.03 * motion / motion.abs().mean()
+            _, counts, _ = router(x)
+            router.correct(counts)
+            loads.append(float(counts.max() / counts.float().mean()))
+        worst[step] = max(loads[60:])
+    assert worst[relative_error] < 1.6 and worst[sign_of_error] > 1.9
 
 
 def test_forced_balance_deals_tokens_evenly() -> None:

@@ -65,6 +65,19 @@ def test_losses_and_gradients_do_not_depend_on_packing(name: str) -> None:
         torch.testing.assert_close(part, model(i[None])[0], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+def test_documents_of_one_token_and_of_none_are_documents(name: str) -> None:
+    model = CONFIGS[name].build()
+    torch.manual_seed(0)
+    model.init_weights()
+    ids = [torch.tensor([17, 3, 44])[:length] for length in (0, 1, 1, 0, 3, 0)]
+    got = model(jagged(ids)).unbind()
+    assert [len(part) for part in got] == [0, 1, 1, 0, 3, 0]
+    for part, i in zip(got, ids, strict=True):
+        if len(i):
+            torch.testing.assert_close(part, model(i[None])[0], rtol=1e-5, atol=1e-5)
+
+
 def test_nothing_is_padded() -> None:
     """The stream is as long as the documents together."""
     model = CONFIGS["llama"].build()
@@ -105,3 +118,10 @@ def test_wrong_documents_are_refused() -> None:
         model(jagged(ids), jagged(labels))
     with pytest.raises(ValueError, match="labels: expected a jagged tensor with the documents of input_ids"):
         model(jagged(ids[:2]), jagged(labels))
+    with pytest.raises(ValueError, match="labels: expected a jagged tensor with the documents of input_ids"):
+        model(jagged(ids[:2]), jagged(labels[:2][::-1]))  # as many tokens, in other documents
+    with pytest.raises(ValueError, match="expected at least one token, got 2 documents without"):
+        model(jagged([ids[0][:0]] * 2))
+    holes = torch.nested.nested_tensor_from_jagged(ids[2], torch.tensor([0, 8, 16]), torch.tensor([3, 8]))
+    with pytest.raises(ValueError, match="documents that lie end to end, got a jagged tensor with holes"):
+        model(holes)
