@@ -5,8 +5,9 @@ Looks at every header of DIR and writes OUT/model/NAME.yaml, which begins from D
     python -m models.hf import ~/Qwen3-30B-A3B mine --name qwen3_30b
     python -m vescale.train --config-dir mine model=qwen3_30b ...
 
-Weights are read where they are needed, by each rank what it holds, when the run begins. `python -m vescale.export` goes
-the other way. Problems are one message on stderr, with exit code 2, and leave nothing behind.
+Weights are read where they are needed, by each rank what it holds, when the run begins. `python -m models.hf export`
+goes the other way; it is `python -m vescale.export`. Problems are one message on stderr, with exit code 2, and leave
+nothing behind.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -29,7 +31,10 @@ NAME = r"\w[\w.+-]*"  # what `model=NAME` takes without quotes
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line; exits with 2 after a problem, with 130 after Ctrl-C."""
-    options = _parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else list(argv)
+    if words[:1] == ["export"]:  # both ways under one name; a checkpoint is read by the package that wrote it
+        os.execv(sys.executable, [sys.executable, "-m", "vescale.export", *words[1:]])
+    options = _parser().parse_args(words)
     try:
         print(import_folder(options.folder, options.out, name=options.name))
     except KeyboardInterrupt:
@@ -43,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m models.hf", description="From Hugging Face folders.")
     commands = parser.add_subparsers(required=True)
+    commands.add_parser("export", help="a run's weights for others to open: python -m vescale.export RUN OUT")
     load = commands.add_parser("import", help="a model recipe that begins from a Hugging Face folder")
     load.add_argument("folder", type=Path, help="with config.json and safetensors")
     load.add_argument("out", type=Path, help="for --config-dir; gets model/NAME.yaml")

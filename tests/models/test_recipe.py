@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -160,3 +161,17 @@ def test_ctrl_c_leaves_nothing(
     monkeypatch.setattr(recipe, "check_weights", stopped)
     assert "nothing was imported" in refusal(capsys, "import", small, tmp_path / "mine", code=130)
     assert not (tmp_path / "mine").exists()
+
+
+def test_export_is_the_command_of_the_package_that_wrote_the_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Replaced(Exception):
+        """By another program: nothing after it runs."""
+
+    def execv(program: str, words: list[str]) -> None:
+        raise Replaced(program, words)
+
+    monkeypatch.setattr(recipe.os, "execv", execv)
+    with pytest.raises(Replaced) as found:
+        main(["export", "runs/a", "out", "--dtype", "bfloat16"])
+    words = [sys.executable, "-m", "vescale.export", "runs/a", "out", "--dtype", "bfloat16"]
+    assert found.value.args == (sys.executable, words)
