@@ -156,7 +156,7 @@ def parse_bytes(text: str | float) -> int:
     """Returns ``80GB`` (10**9), ``80GiB`` (2**30) or a plain number as bytes.
 
     Raises:
-        ValueError: If it is none of these, or not above zero.
+        ValueError: If it is none of these, or below a MiB: a plain 80 is meant to be 80GB.
     """
     match = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([A-Za-z]*)\s*", str(text))
     unit = _UNITS.get(match[2].upper()) if match else None
@@ -164,6 +164,6 @@ def parse_bytes(text: str | float) -> int:
         value = float(match[1]) * unit if match and unit else 0.0
     except ValueError:
         value = 0.0
-    if not 0 < value < math.inf:
+    if not 2**20 <= value < math.inf:
         raise ValueError(f"device_memory: expected a size such as 80GB or 80GiB, got {text!r}")
     return round(value)

@@ -64,7 +64,7 @@ def _find(target: str, where: str, problems: list[str]) -> Any:
         room = importlib.import_module(module)
     except ImportError as problem:
         broken = isinstance(problem, ModuleNotFoundError) and not str(target).startswith(str(problem.name))
-        why = f": {problem}" if broken or not isinstance(problem, ModuleNotFoundError) else ""
+        why = f": {problem}" if broken or not isinstance(problem, ModuleNotFoundError) else "; is it on PYTHONPATH?"
         problems.append(f"{where}: no module {module!r} to take {target!r} from{why}")
         return None
     except ValueError:

@@ -92,6 +92,7 @@ def points(argv: Sequence[str], command: str = "train") -> list[Point]:
     ours = [word for word in argv if word.lstrip("+~").partition("=")[0] in ("hydra.run.dir", "hydra.sweep.dir")]
     if ours:
         raise ValueError(f"{ours[0]}: Hydra only composes here and makes no folder; the run's is run_dir=...")
+    _check_headers(argv)
     OmegaConf.register_new_resolver("by_model", _by_model, replace=True)
     OmegaConf.register_new_resolver("part", _part, replace=True)
     with tempfile.TemporaryDirectory() as scratch, _command_line([f"hydra.sweep.dir={scratch}", *argv], command):
@@ -102,6 +103,16 @@ def points(argv: Sequence[str], command: str = "train") -> list[Point]:
     if refused:
         raise ValueError(_explain(refused[0])) from refused[0]
     return found
+
+
+def _check_headers(argv: Sequence[str]) -> None:
+    """Refuses a user's recipe that would put its keys below `recipe`; Hydra would blame others for what comes of it."""
+    pairs = [(*word.partition("=")[::2], after) for word, after in zip(argv, [*argv[1:], ""], strict=True)]
+    folders = [Path(value or after) for key, value, after in pairs if key in ("--config-dir", "-cd")]
+    names = [name for key, value, _ in pairs if key == "recipe" for name in value.split(",")]
+    for path in (folder / "recipe" / f"{name}.yaml" for folder in folders for name in names):
+        if path.is_file() and not re.match(r"#\s*@package\s+_global_\s*$", path.read_text(), re.MULTILINE):
+            raise ValueError(f"{path}: expected a first line `# @package _global_`: its keys are the configuration's own")
 
 
 def _point(config: Any, settings: Any) -> Point:  # OmegaConf's containers

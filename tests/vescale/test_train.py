@@ -80,6 +80,14 @@ def test_a_users_recipe_extends_ours() -> None:
     assert (config["trainer"]["steps"], config["name"]) == (7, "mine")
 
 
+@pytest.mark.parametrize("folder", [["--config-dir=mine"], ["--config-dir", "mine"]])
+def test_a_recipe_without_its_first_line_is_told_so(folder: list[str]) -> None:
+    _user_folder("")
+    Path("mine/recipe/mine.yaml").write_text("defaults: [llama_debug_muon]\ntrainer: {steps: 7}\n")
+    with pytest.raises(ValueError, match="^mine/recipe/mine.yaml: expected a first line `# @package _global_`"):
+        train.compose([*folder, "recipe=mine"])
+
+
 def test_options_may_stand_anywhere() -> None:
     folder = _user_folder("optimizer: {matrices: {rule: {lr: 0.1}}, rest: {rule: {lr: 0.2}}}\n")
     config = train.compose(["recipe=mine", "trainer.seed=1", folder, "data.seed=2"])
@@ -239,7 +247,7 @@ def test_every_wrong_value_is_named_at_once() -> None:
         "trainer.steps: expected int, got 'many'",
         "b._target_: no dataclass 'Moun' in optimizers: choose from ",
         "did you mean Muon?",
-        "c._target_: no module 'no' to take 'no.Such' from",
+        "c._target_: no module 'no' to take 'no.Such' from; is it on PYTHONPATH?",
     ):
         assert part in str(caught.value)
     with pytest.raises(ValueError, match="x.y: Muon: momentum: expected a number in"):

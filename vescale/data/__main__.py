@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _fail("stopped; the same command goes on from the pieces that are done", 130)
     print(f"{options['out']}: {facts['documents']:,} documents, {facts['tokens']:,} tokens of {facts['dtype']}")
-    print(f"{facts['fingerprint']}\ntrain on it: data=text data.path={options['out']}")
+    print(f"{facts['fingerprint']}\ntrain on it: data.path={options['out']}")
     return 0
 
 
