@@ -112,7 +112,9 @@ def _check_headers(argv: Sequence[str]) -> None:
     names = [name for key, value, _ in pairs if key == "recipe" for name in value.split(",")]
     for path in (folder / "recipe" / f"{name}.yaml" for folder in folders for name in names):
         if path.is_file() and not re.match(r"#\s*@package\s+_global_\s*$", path.read_text(), re.MULTILINE):
-            raise ValueError(f"{path}: expected a first line `# @package _global_`: its keys are the configuration's own")
+            raise ValueError(
+                f"{path}: expected a first line `# @package _global_`: its keys are the configuration's own"
+            )
 
 
 def _point(config: Any, settings: Any) -> Point:  # OmegaConf's containers
