@@ -248,14 +248,17 @@ def check_same_run(config: Mapping[str, Any]) -> None:
     except (OSError, ValueError, AttributeError) as problem:
         raise ValueError(f"{folder}/config.json is damaged: {problem}; give this run its own name=...") from None
     new, missing = flat(json.loads(json.dumps(config))), "nothing"
-    told = [
-        f"{key} was {old.get(key, missing)}, now {new.get(key, missing)}"
+    differ = [
+        key
         for key in sorted({*old, *new})
         if old.get(key, missing) != new.get(key, missing) and not among(key, WATCHING + SPREADING)
     ]
-    if told:
+    if differ:
+        told = "; ".join(f"{key} was {old.get(key, missing)}, now {new.get(key, missing)}" for key in differ)
+        kept = " ".join(f"{key}={old[key]}" for key in differ if among(key, ["trainer.schedule"]) and key in old)
+        or_keep = f", or keep its schedule: {kept}" if kept else ""  # which follows trainer.steps
         raise ValueError(
-            f"{folder} holds a run of another configuration: {'; '.join(told)}; give this run its own name=..."
+            f"{folder} holds a run of another configuration: {told}; give this run its own name=...{or_keep}"
         )
 
 

@@ -138,7 +138,8 @@ def test_what_is_read_ahead_costs_no_step_anything() -> None:
         ahead = [*range(min(step + 3, 10))]
         assert wait_for(functools.partial(read.__eq__, ahead))  # a step: two more are read without being asked for
     assert found == [step * step for step in range(10)] and read == list(range(10))
-    assert waited[0] >= 0.02 and sorted(waited[1:])[4] < 0.01  # seconds; the median, as others may hold this process up
+    # Seconds: two clocks differ by a little, and others may hold this process up, so the median.
+    assert waited[0] >= 0.015 and sorted(waited[1:])[4] < 0.01
 
 
 def test_what_reading_raises_is_raised_where_it_is_taken() -> None:
