@@ -107,7 +107,7 @@ def points(argv: Sequence[str], command: str = "train") -> list[Point]:
 
 def _check_headers(argv: Sequence[str]) -> None:
     """Refuses a user's recipe that would put its keys below `recipe`; Hydra would blame others for what comes of it."""
-    pairs = [(*word.partition("=")[::2], after) for word, after in zip(argv, [*argv[1:], ""], strict=True)]
+    pairs = [(*word.partition("=")[::2], after) for word, after in zip(argv, [*argv[1:], ""], strict=False)]
     folders = [Path(value or after) for key, value, after in pairs if key in ("--config-dir", "-cd")]
     names = [name for key, value, _ in pairs if key == "recipe" for name in value.split(",")]
     for path in (folder / "recipe" / f"{name}.yaml" for folder in folders for name in names):
