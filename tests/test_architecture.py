@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,15 @@ PRIVATE = {
     "torch.utils._python_dispatch": "live bytes and collectives, seen from outside; traceable subclasses, as FSDP2",
     "torch.utils._pytree": "inputs and outputs of modules, arguments of operators",
 }
+
+
+def test_no_file_has_both_sides_of_a_merge() -> None:
+    suffixes = {".md", ".py", ".yaml", ".toml", ".sh", ".sbatch"}
+    folders = (*PACKAGES, "tests", "launch")
+    files = [*ROOT.glob("*"), *(path for folder in folders for path in (ROOT / folder).rglob("*"))]
+    for path in files:
+        if path.suffix in suffixes and path.is_file():
+            assert not re.search(r"^(<{7}|>{7}) ", path.read_text(), flags=re.M), path.relative_to(ROOT)
 
 
 def _sources(package: str) -> list[Path]:
