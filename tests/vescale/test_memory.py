@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from composing import composed
 
 from vescale import memory, shortage, traffic
 from vescale.blueprint import Blueprint, state_by_kind
 from vescale.live import LiveBytes
 from vescale.memory import Dtypes
-from vescale.train import compose, describe, prepare
+from vescale.train import describe, prepare
 from vescale.trainer import Trainer
 
 
@@ -24,7 +25,7 @@ def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _trainer(*argv: str) -> Trainer:
-    return prepare(compose(list(argv)))
+    return prepare(composed(*argv))
 
 
 def test_the_textbook() -> None:
@@ -168,9 +169,8 @@ def _dealt(argv: tuple[str, ...]) -> tuple[int, Any, int, Any]:
     from vescale.forecast import Forecast
     from vescale.plan import _asked
     from vescale.simulate import observe
-    from vescale.train import points
 
-    asked, trainer, world = _asked(points([*argv, "world_size=4"], command="plan")[0].config)
+    asked, trainer, world = _asked(composed(*argv, "world_size=4", command="plan"))
     forecast = Forecast(trainer, world, machine=asked.machine, memory=asked.memory, available=asked.available)
     calls = forecast.calls(1, forecast.blueprint.buckets(dist.get_rank()))
     worst = max(moment.nbytes for moment in _moments(_trainer(*argv), world, batch=2, rank=dist.get_rank()).values())

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from composing import composed
 
 from vescale.plan import figures
 from vescale.simulate import simulate
-from vescale.train import compose, points, prepare
+from vescale.train import prepare
 
 
 @pytest.fixture(autouse=True)
@@ -19,7 +20,7 @@ def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _compared(*argv: str) -> dict[str, Any]:
-    compared = figures(points([*argv, "simulate=true"], command="plan")[0].config)["simulation"]
+    compared = figures(composed(*argv, "simulate=true", command="plan"))["simulation"]
     assert not dist.is_initialized()
     return compared
 
@@ -94,7 +95,7 @@ def test_no_such_rank_and_a_process_that_has_a_group(pool: Any) -> None:
 
 
 def _trainer() -> Any:
-    return prepare(compose(["recipe=llama_debug_muon"]))
+    return prepare(composed("recipe=llama_debug_muon"))
 
 
 def _refused() -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
+import io
 import json
 import os
 import re
@@ -19,7 +21,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from waiting import free_port
+from pool import Pool
+from waiting import wait_for
 
 from vescale import train
 from vescale.tracking import read_metrics
@@ -358,49 +361,45 @@ def _rows(folder: Path) -> list[dict[str, Any]]:
 def test_a_killed_run_goes_on_bit_for_bit(pool: Any, tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     pool(2).run(_run, [*TINY, f"run_dir={whole}"])
-    first, other = _start_ranks(["-c", DIES, *TINY, f"run_dir={killed}"])
-    assert _end(first)[0] == -signal.SIGKILL
-    other.kill()
-    assert _end(other)[0] != 0  # it may have found the connection closed
+    ranks = Pool(2, may_die=True)
+    try:
+        died, other = ranks.run(_killed, [*TINY, f"run_dir={killed}"])
+    finally:
+        ranks.stop()
+    assert died == -signal.SIGKILL
+    assert other == (1, "", f"vescale.train: rank 1: another rank has ended; {AGAIN}\n")
     assert 8 <= _rows(killed)[-1]["step"] < 24
-    (code, out), other = map(_end, _start_ranks(["-m", "vescale.train", *TINY, f"run_dir={killed}"]))
-    assert (code, *other) == (0, 0, "")  # only rank 0 speaks
+    (code, out, err), other = pool(2).run(_said, [*TINY, f"run_dir={killed}"])
+    assert (code, err) == (0, "") and other == (0, "", "")  # only rank 0 speaks
     assert re.search(r"^continuing \S+killed/checkpoints/step_00000008$", out, flags=re.M), out
     assert _rows(killed) == _rows(whole)
     assert [row["step"] for row in _rows(whole) if "validation_loss" in row] == [8, 16, 24]
     assert sorted(path.name for path in (killed / "checkpoints").iterdir()) == ["step_00000016", "step_00000024"]
 
 
-# The command, whose rank 0 is killed in step 13, once the checkpoint of step 8 is written.
-DIES = """
-import os, sys
-from vescale import checkpoint, train
-from vescale.trainer import Trainer
-step = Trainer.train_step
-
-def dies(trainer):
-    if trainer.step == 12 and os.environ["RANK"] == "0":
-        while not checkpoint.whole(trainer.checkpoints):
-            pass
-        os.kill(os.getpid(), 9)
-    return step(trainer)
-
-Trainer.train_step = dies
-sys.exit(train.main(sys.argv[1:]))
-"""
+AGAIN = "the same command goes on from the newest checkpoint"
 
 
-def _start_ranks(argv: list[str]) -> list[subprocess.Popen[str]]:
-    """Two ranks as torchrun starts them, without torchrun: its workers outlive its own kill."""
-    env = {**_environment(), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
-    command = [sys.executable, *argv]
-    options: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True}
-    return [subprocess.Popen(command, env={**env, "RANK": str(rank)}, **options) for rank in range(2)]
+def _killed(argv: list[str]) -> tuple[int, str, str]:
+    """Rank 0 is killed in step 13, once the checkpoint of step 8 is written; what the other does then."""
+    from vescale import checkpoint
+    from vescale.trainer import Trainer
+
+    step = Trainer.train_step
+
+    def dies(trainer: Trainer) -> Any:
+        if trainer.step == 12 and dist.get_rank() == 0:
+            wait_for(lambda: checkpoint.whole(trainer.checkpoints))
+            os.kill(os.getpid(), signal.SIGKILL)
+        return step(trainer)
+
+    Trainer.train_step = dies  # type: ignore[method-assign]
+    return _said(argv)
 
 
-def _end(rank: subprocess.Popen[str]) -> tuple[int, str]:
-    out, _ = rank.communicate()
-    return rank.returncode, out
+def _said(argv: list[str]) -> tuple[int, str, str]:
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        return train.main(argv), out.getvalue(), err.getvalue()
 
 
 def test_a_finished_run_is_left_alone_and_a_damaged_one_is_refused(pool: Any, tmp_path: Path, capsys: Any) -> None:
