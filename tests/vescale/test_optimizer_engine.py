@@ -131,7 +131,7 @@ def _continue(rule: str, folder: str, max_padding: float) -> dict[str, torch.Ten
 
 @pytest.mark.parametrize("rule", RULES)
 def test_a_checkpoint_goes_on_with_equal_updates_on_any_number_of_ranks(pool, rule: str, tmp_path: Path) -> None:
-    for old, others in ((4, (1, 3, 8)), (1, (2,)), (8, (4,))):
+    for old, others in ((4, (1, 3, 8)), (1, (2,))):
         folder = tmp_path / str(old)
         expected = pool(old).run(_save, rule, str(folder))[0]
         for world in others:
