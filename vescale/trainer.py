@@ -475,6 +475,7 @@ class Trainer:
             self._validate()
         if saves:
             self._save()
+        self.garbage.collect(everything=True)
         if self.journal is not None:
             self.journal.pause(time.perf_counter() - began)  # tokens/s are of the steps alone
 

@@ -222,3 +222,13 @@ def test_the_manifest_of_a_cluster_is_printed_and_nothing_is_sent(checkout: Path
     assert container.image == "registry/v:1" and container.command == ["bash", "-c", run]
     assert {one.name: one.value for one in container.env} == {"NNODES": "4", "NPROC": "8", "MASTER_ADDR": "big-0.big"}
     assert _bash(checkout, "launch/kubernetes.sh").returncode != 0
+
+
+def test_what_a_run_of_the_manifest_is_told_comes_to_its_shell_as_it_was_written(checkout: Path) -> None:
+    from omegaconf import OmegaConf
+
+    run = """name="a & b" data.path='/d/$NAME/$NPROC' tracking.notes="\\"\\\\\n--check"""
+    done = _bash(checkout, "launch/kubernetes.sh", IMAGE="registry/v:1", RUN=run)
+    text = done.stdout.split("\n---\n")[1]
+    command = OmegaConf.to_container(OmegaConf.create(text))["spec"]["template"]["spec"]["containers"][0]["command"]
+    assert command[2].endswith("/vescale/launch/torchrun.sh " + run.replace("\n", " "))
