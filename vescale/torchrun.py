@@ -34,7 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + ended.sigval
     except ValueError as problem:  # of its options: a machine without GPUs was asked for a rank on each, say
         line = " ".join(str(problem).split()).rstrip(".")
-        print(f"vescale.torchrun: {line}; --nproc-per-node takes a number", file=sys.stderr)
+        hint = "; --nproc-per-node takes a number" if "available" in line or "nproc" in line else ""
+        print(f"vescale.torchrun: {line}{hint}", file=sys.stderr)
         return 2
     return 0
 

@@ -154,6 +154,9 @@ def test_torchrun_meets_at_node_0(checkout: Path) -> None:
     assert "--nnodes 4 --node-rank 3 --master-addr node0 --master-port 29500 --nproc-per-node 8" in many.stdout
     lost = _bash(checkout, "launch/torchrun.sh", NNODES="4", DRY_RUN="1")
     assert lost.returncode != 0 and "set MASTER_ADDR" in lost.stderr
+    for wrong, said in (({"NNODES": "2:4"}, "a number of nodes, got 2:4"), ({"NODE_RANK": "4"}, "in [0, 4), got 4")):
+        refused = _bash(checkout, "launch/torchrun.sh", **nodes | wrong)
+        assert (refused.returncode, refused.stdout, refused.stderr.count("\n")) == (2, "", 1) and said in refused.stderr
 
 
 def test_slurm_starts_one_torchrun_per_node(checkout: Path) -> None:
