@@ -113,7 +113,7 @@ class Trainer:
         self.needed = capacity.check(named, self.rules, ranks=world, device=self.device, **held)
         if self.config.memory_snapshot is not None and self.device.type != "cuda":
             raise ValueError(f"trainer.memory_snapshot: expected null on a {self.device.type}: CUDA alone records it")
-        self.data = self.data_config.open()
+        self.data = self.data_config.open(vocab_size=self.model_config.vocab_size)
         preflight.check_data(self.data, vocab_size=self.model_config.vocab_size)
         at = position.newest(self.checkpoints, decides=self.lead)  # checksums are compared when the ranks are there
         if at.path is not None:
@@ -475,6 +475,7 @@ class Trainer:
             self._validate()
         if saves:
             self._save()
+        self.garbage.collect(everything=True)
         if self.journal is not None:
             self.journal.pause(time.perf_counter() - began)  # tokens/s are of the steps alone
 

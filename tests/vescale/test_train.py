@@ -213,6 +213,7 @@ def test_a_folder_keeps_to_one_configuration() -> None:
         train.compose(["name=a", "trainer.log_every=3", "tracking.mode=disabled", "parallelism.zero=2"])
     )
     train.check_same_run(train.compose(["name=a", "parallelism.ep=2"]))  # a checkpoint holds every expert
+    train.check_same_run(train.compose(["name=a", "data.path=/moved/here.txt"]))  # it knows itself what the data are
     with pytest.raises(ValueError, match="lr was 0.01, now 0.5; trainer.seed was 0, now 9; give this run its own name"):
         train.check_same_run(train.compose(["name=a", "optimizer.matrices.rule.lr=0.5", "trainer.seed=9"]))
     why = "total_steps was 250, now 500; give .*, or keep its schedule: trainer.schedule.total_steps=250$"
