@@ -28,6 +28,7 @@ class Qwen3Config(GroupedQueryConfig):
 
     vocab_size: int = 151936
     intermediate_size: int = 22016
+    num_key_value_heads: int = 32
     max_position_embeddings: int = 32768
     head_dim: int = 128
 

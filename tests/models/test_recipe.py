@@ -125,7 +125,9 @@ def test_a_folder_without_weights_is_one_problem(
     assert "1 problem(s)" in said and "pytorch_model.bin is a pickle" in said and "missing" not in said
 
 
-@pytest.mark.parametrize("name", ["", ".", "a/b", "../up", "two words", "a=b", "-m", "a,b"])
+@pytest.mark.parametrize(
+    "name", ["", ".", "a/b", "../up", "two words", "a=b", "-m", "a,b", "123", "1e5", "null", "True"]
+)
 def test_a_name_that_a_command_line_cannot_take_is_refused(
     name: str, small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -158,7 +160,7 @@ def test_ctrl_c_leaves_nothing(
     def stopped(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(recipe, "check_weights", stopped)
+    monkeypatch.setattr(recipe, "take", stopped)
     assert "nothing was imported" in refusal(capsys, "import", small, tmp_path / "mine", code=130)
     assert not (tmp_path / "mine").exists()
 
