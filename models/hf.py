@@ -22,7 +22,7 @@ from models.expert_parallel import Held, held
 from models.files import read_json, write_json, write_weights
 from models.fresh import fresh_folder
 from models.hf_config import CONFIG, config_json, load_config, model_type_of
-from models.inventory import named_tensors, sources, take
+from models.inventory import find_weights, named_tensors, sources
 from models.stored import Source, stored
 
 __all__ = ["load", "load_config", "load_weights", "named_tensors", "save", "whole", "write"]
@@ -73,7 +73,7 @@ def load_weights(model: CausalLM, folder: str | Path) -> None:
         ValueError: If files are missing or damaged, or tensors are missing, unexpected, of another shape or not
             floating point. All are listed in one message, and the model is as it was.
     """
-    layout, files = take(model.config, Path(folder), undone="loaded")
+    layout, files = find_weights(model.config, Path(folder), undone="loaded")
     pieces: dict[Path, list[tuple[str, Source, torch.Tensor, slice]]] = {}
     for name, tensor in named_tensors(model):
         local, start = _local_run(tensor)

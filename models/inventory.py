@@ -36,7 +36,7 @@ class Inventory(NamedTuple):
     tensors: Mapping[str, Stored]  # by the name that ``sources`` asks for
 
 
-def take(config: CausalLMConfig, folder: Path, *, undone: str) -> Inventory:
+def find_weights(config: CausalLMConfig, folder: Path, *, undone: str) -> Inventory:
     """Returns where in ``folder`` the tensors of a model of ``config`` are.
 
     Args:

@@ -24,7 +24,7 @@ from pathlib import Path
 from models.decoder import CausalLMConfig
 from models.fresh import write_fresh
 from models.hf_config import load_config
-from models.inventory import take
+from models.inventory import find_weights
 
 NAME = r"\w[\w.+-]*"  # what `model=NAME` takes without quotes, unless it reads that as another value
 
@@ -75,7 +75,7 @@ def import_folder(folder: Path, out: Path, *, name: str | None = None) -> str:
     if path.exists():
         raise ValueError(f"{path} exists: choose another --name, or remove it")
     config = load_config(folder, weights=str(folder), checkpoint="full")
-    take(config, folder, undone="imported")
+    find_weights(config, folder, undone="imported")
     write_fresh(path, _recipe(config))
     return f"{path}: {config.num_parameters():,} parameters from {folder}"
 

@@ -13,7 +13,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, LlamaForCausalLM
 from transformers import LlamaConfig as HFConfig
-
 from unprivileged import as_modes_say
 
 from models import CausalLM, LlamaConfig, hf
