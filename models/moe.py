@@ -79,7 +79,7 @@ def grouped_sigmoid(
     weights = scores.gather(-1, chosen)
     if renormalise:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)  # as deepseek-ai's, for the same bits
-    return Choice(weights * scale, chosen, scores / scores.sum(dim=-1, keepdim=True))
+    return Choice(weights * scale, chosen, scores / (scores.sum(dim=-1, keepdim=True) + 1e-20))
 
 
 def sign_of_error(counted: torch.Tensor) -> torch.Tensor:
@@ -165,9 +165,11 @@ class Router(nn.Module):
         # Counted once: not again where activation checkpointing computes the layer in backward, nor in evaluation.
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
             self.counted = counts if self.counted is None else self.counted + counts
+        if not (self.aux_coef and len(x)):
+            return choice, counts, logits.new_zeros(())
         # E sum_e f_e P_e of arXiv 2101.03961, equations 4-6, with f_e as k tokens' share, as transformers has it.
         aux = (counts.float() * choice.shares.mean(dim=0)).sum() * (num_experts * self.aux_coef)
-        return choice, counts, aux if len(x) else aux.new_zeros(())
+        return choice, counts, aux
 
     @torch.no_grad()
     def correct(self, counted: torch.Tensor, *, skip: torch.Tensor | None = None) -> None:
@@ -188,7 +190,8 @@ def _dealt(choice: Choice, k: int) -> Choice:
     n, num_experts = choice.shares.shape
     chosen = (torch.arange(n * k, device=choice.chosen.device) % num_experts).view(n, k)
     weights = choice.shares.gather(-1, chosen)
-    return Choice(weights / weights.sum(dim=-1, keepdim=True), chosen, choice.shares)
+    total = weights.sum(dim=-1, keepdim=True).clamp(min=1e-20)  # shares that nobody chose may all be zero
+    return Choice(weights / total, chosen, choice.shares)
 
 
 class StackedLinear(nn.Module):
@@ -284,6 +287,15 @@ class Experts(nn.Module):
         return out
 
 
+def inverse(order: torch.Tensor) -> torch.Tensor:
+    """Returns the permutation that undoes one, ``x[order][inverse(order)]`` being ``x``; (n,) int64.
+
+    Args:
+        order: (n,) int64.
+    """
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+
+
 def run_here(x: torch.Tensor, counts: torch.Tensor, experts: nn.Module) -> torch.Tensor:
     """Returns what the experts make of their tokens, all of them being on this rank."""
     out: torch.Tensor = experts(x, counts)
@@ -323,8 +335,8 @@ class MoE(nn.Module):
         k = choice.chosen.shape[-1]
         by_expert = choice.chosen.flatten().argsort(stable=True)
         out = self.run(flat[by_expert // k], counts, self.experts)
-        places = torch.empty_like(by_expert).scatter_(0, by_expert, torch.arange(len(by_expert), device=x.device))
-        mixed = torch.bmm(choice.weights.to(x.dtype)[:, None], out[places].unflatten(0, (-1, k))).view(x.shape)
+        each = out[inverse(by_expert)].unflatten(0, (-1, k))
+        mixed = torch.bmm(choice.weights.to(x.dtype)[:, None], each).view(x.shape)
         if self.shared_experts is not None:
             mixed = mixed + self.shared_experts(x)
         return mixed, aux

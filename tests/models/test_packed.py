@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from models import DeepseekV3Config, GptOssConfig, LlamaConfig, Qwen3Config
+from models import DeepseekV3Config, GptOssConfig, LlamaConfig, MixtralConfig, Qwen3Config, Qwen3MoeConfig
 from models.attention import _flex, attend, causal_mask
 from models.decoder import CausalLMConfig
 
@@ -21,6 +21,14 @@ SIZES: dict[str, Any] = {
 CONFIGS: dict[str, CausalLMConfig] = {
     "llama": LlamaConfig(**SIZES, num_key_value_heads=2, intermediate_size=48),
     "qwen3 recomputed": Qwen3Config(**SIZES, num_key_value_heads=4, intermediate_size=48, checkpoint="full"),
+    "qwen3_moe": Qwen3MoeConfig(
+        **SIZES, num_key_value_heads=2, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=16,
+        router_aux_loss_coef=0.0,
+    ),
+    "mixtral recomputed": MixtralConfig(
+        **SIZES, num_key_value_heads=4, num_local_experts=3, intermediate_size=16, router_aux_loss_coef=0.0,
+        checkpoint="full",
+    ),
     "gpt_oss": GptOssConfig(
         **SIZES, num_key_value_heads=2, head_dim=8, intermediate_size=16, num_local_experts=4, num_experts_per_tok=2,
         sliding_window=3, router_aux_loss_coef=0.0,
