@@ -58,10 +58,12 @@ def _jagged_problems(input_ids: torch.Tensor, labels: torch.Tensor | None, longe
         yield f"input_ids: expected at least one token, got {input_ids.shape[0]} documents without"
         return
     offsets = input_ids.offsets()  # type: ignore[attr-defined]
-    # On a GPU the lengths are not read: that would wait for it.
-    if offsets.device.type == "cpu" and int(offsets.diff().max()) > longest:
-        got = int(offsets.diff().max())
-        yield f"input_ids: expected documents of at most max_position_embeddings = {longest} tokens, got {got}"
+    if offsets.device.type == "cpu":  # on a GPU they are not read: that would wait for it
+        first, last, most = int(offsets[0]), int(offsets[-1]), int(offsets.diff().max())
+        if (first, last) != (0, len(input_ids.values())):
+            yield f"input_ids: expected offsets from 0 to {len(input_ids.values())} tokens, got {first} to {last}"
+        if most > longest:
+            yield f"input_ids: expected documents of at most max_position_embeddings = {longest} tokens, got {most}"
     if labels is not None and not (labels.is_nested and _same_documents(input_ids, labels)):
         yield "labels: expected a jagged tensor with the documents of input_ids"
 

@@ -230,7 +230,7 @@ def test_forced_balance_deals_tokens_evenly() -> None:
     assert counts.tolist() == [6] * 8
     assert all(len(set(row)) == 3 for row in choice.chosen.tolist())
     torch.testing.assert_close(choice.weights.sum(dim=1), torch.ones(16))
-    torch.nn.init.constant_(router.weight, 0.0)[:2] = 1e4  # all of a token for two experts, nothing for the others
+    torch.nn.init.zeros_(router.weight).detach()[:2] = 1e4  # all of a token for two experts, nothing for the others
     choice, _, _ = router(torch.ones(8, 16))
     assert torch.isfinite(choice.weights).all()
 

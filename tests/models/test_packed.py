@@ -133,3 +133,6 @@ def test_wrong_documents_are_refused() -> None:
     holes = torch.nested.nested_tensor_from_jagged(ids[2], torch.tensor([0, 8, 16]), torch.tensor([3, 8]))
     with pytest.raises(ValueError, match="documents that lie end to end, got a jagged tensor with holes"):
         model(holes)
+    short = torch.nested.nested_tensor_from_jagged(ids[2], torch.tensor([0, 8, 15]))
+    with pytest.raises(ValueError, match="expected offsets from 0 to 16 tokens, got 0 to 15"):
+        model(short)

@@ -168,7 +168,7 @@ def test_an_out_that_is_a_file_or_below_one_is_one_line(
 def test_ctrl_c_leaves_nothing(
     small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stopped(*_: Any) -> None:
+    def stopped(*_: Any, **options: Any) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(recipe, "find_weights", stopped)
