@@ -31,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 
 from models.activations import Activations, Batch, Part, chunked_loss, decoder_layer, norm_saved
 from models.attention import Mask, causal_mask
-from models.documents import check, places
+from models.documents import Sequences, check, places, rows
 from models.expert_parallel import ExpertParallel, held
 from models.fields import is_count, is_not_negative, is_positive
 from models.flops import Scores, flops_per_token
@@ -252,7 +252,13 @@ class DecoderLayer(nn.Module):
         self.mlp = config.feed_forward(index)
 
     def forward(
-        self, hidden: torch.Tensor, balance: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mask: Mask
+        self,
+        hidden: torch.Tensor,
+        balance: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        mask: Mask,
+        sequences: Sequences,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the stream after this layer, and the balancing loss so far.
 
@@ -262,13 +268,14 @@ class DecoderLayer(nn.Module):
             cos: As ``Attention.forward``.
             sin: Likewise.
             mask: Likewise.
+            sequences: Of the b s tokens, each of which experts are balanced over.
         """
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin, mask)
-        out = self.mlp(self.post_attention_layernorm(hidden))
-        if isinstance(self.mlp, MoE):
-            out, aux = out
-            balance = balance + aux
-        return hidden + out, balance
+        normalised = self.post_attention_layernorm(hidden)
+        if not isinstance(self.mlp, MoE):
+            return hidden + self.mlp(normalised), balance
+        out, aux = self.mlp(normalised, sequences)
+        return hidden + out, balance + aux
 
 
 class Decoder(nn.Module):
@@ -303,9 +310,13 @@ class Decoder(nn.Module):
         windows = [config.window(index) for index in range(len(self.layers))]
         mask_of = partial(causal_mask, len(positions), documents=documents, sinks=config.has_sinks, device=device)
         masks = {window: mask_of(window=window) for window in set(windows)}
+        if documents is None or offsets is None:
+            sequences = rows(*input_ids.shape, device)
+        else:
+            sequences = Sequences(documents, len(offsets) - 1)
         balance = torch.zeros((), device=device)
         for layer, window in zip(self.layers, windows, strict=True):
-            inputs = (hidden, balance, cos, sin, masks[window])
+            inputs = (hidden, balance, cos, sin, masks[window], sequences)
             if config.checkpoint == "full":  # nothing in a layer is random: keeping the generator's state only waits
                 hidden, balance = checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=False)
             else:

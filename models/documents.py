@@ -10,8 +10,26 @@ Three documents of 3, 1 and 2 tokens, one after another::
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
+
+
+class Sequences(NamedTuple):
+    """Which sequence each token is of, a row of the batch or a packed document.
+
+    Args:
+        index: (tokens,) int64.
+        count: Of the sequences, empty ones included.
+    """
+
+    index: torch.Tensor
+    count: int
+
+
+def rows(num_rows: int, num_tokens: int, device: torch.device) -> Sequences:
+    """Returns the rows of a batch as its sequences, ``num_tokens`` each."""
+    return Sequences(torch.arange(num_rows, device=device).repeat_interleave(num_tokens), num_rows)
 
 
 def places(

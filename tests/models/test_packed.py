@@ -23,20 +23,20 @@ CONFIGS: dict[str, CausalLMConfig] = {
     "qwen3 recomputed": Qwen3Config(**SIZES, num_key_value_heads=4, intermediate_size=48, checkpoint="full"),
     "qwen3_moe": Qwen3MoeConfig(
         **SIZES, num_key_value_heads=2, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=16,
-        router_aux_loss_coef=0.0,
+        router_aux_loss_coef=0.5,
     ),
     "mixtral recomputed": MixtralConfig(
-        **SIZES, num_key_value_heads=4, num_local_experts=3, intermediate_size=16, router_aux_loss_coef=0.0,
+        **SIZES, num_key_value_heads=4, num_local_experts=3, intermediate_size=16, router_aux_loss_coef=0.5,
         checkpoint="full",
     ),
     "gpt_oss": GptOssConfig(
         **SIZES, num_key_value_heads=2, head_dim=8, intermediate_size=16, num_local_experts=4, num_experts_per_tok=2,
-        sliding_window=3, router_aux_loss_coef=0.0,
+        sliding_window=3, router_aux_loss_coef=0.5,
     ),
     "deepseek_v3": DeepseekV3Config(
         **SIZES, intermediate_size=48, moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2,
         first_k_dense_replace=1, n_group=2, topk_group=1, q_lora_rank=None, kv_lora_rank=16, qk_nope_head_dim=8,
-        qk_rope_head_dim=4, v_head_dim=8,
+        qk_rope_head_dim=4, v_head_dim=8, router_aux_loss_coef=0.5,
     ),
 }  # fmt: skip
 LENGTHS = (5, 1, 16, 8)
