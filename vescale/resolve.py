@@ -127,6 +127,8 @@ def fit(value: Any, hint: Any) -> Any:
         if len(kinds) != len(value):
             raise TypeError(f"expected {len(kinds)} values, got {value!r}")
         return tuple(fit(item, kind) for item, kind in zip(value, kinds, strict=True))
+    if origin is Mapping and isinstance(value, dict):
+        return {fit(key, arms[0]): fit(item, arms[1]) for key, item in value.items()}
     if hint is torch.dtype and isinstance(value, str) and isinstance(getattr(torch, value, None), torch.dtype):
         return getattr(torch, value)
     if hint is Path and isinstance(value, str):
@@ -136,7 +138,8 @@ def fit(value: Any, hint: Any) -> Any:
     if hint is int and isinstance(value, float) and value.is_integer():
         return int(value)
     if not (value in arms if origin is typing.Literal else _is(value, origin or hint)):
-        raise TypeError(f"expected {_words(hint)}, got {value!r}")
+        target = f", by _target_: {hint.__module__}.{hint.__name__}" if dataclasses.is_dataclass(hint) else ""
+        raise TypeError(f"expected {_words(hint)}{target}, got {value!r}")
     return value
 
 
