@@ -6,8 +6,10 @@
 set -euo pipefail
 : "${IMAGE:?set IMAGE to an image with this checkout in /vescale}" "${RUN:?set RUN to what follows python -m vescale.train}"
 NAME=${NAME:-vescale} NNODES=${NNODES:-2} NPROC=${NPROC:-8}
+# In the manifest it stands between YAML's double quotes.
+RUN=${RUN//\\/\\\\} RUN=${RUN//\"/\\\"} RUN=${RUN//$'\n'/ }
 manifest=$(<"$(dirname "${BASH_SOURCE[0]}")/kubernetes.yaml")
-for word in IMAGE RUN NAME NNODES NPROC; do
-    manifest=${manifest//"\$$word"/${!word}}
+for word in IMAGE NAME NNODES NPROC RUN; do # RUN last: its own words stay as they are
+    manifest=${manifest//"\$$word"/"${!word}"} # quoted: an & would stand for the word
 done
 printf '%s\n' "$manifest"

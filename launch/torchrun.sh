@@ -8,10 +8,12 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-$([[ -x $root/.venv/bin/python ]] && echo "$root/.venv/bin/python" || echo python3)}
 
-rendezvous=(--standalone)
-if [[ ${NNODES:-1} -gt 1 ]]; then
-    : "${MASTER_ADDR:?NNODES is ${NNODES}: set MASTER_ADDR to the name of node 0}" "${NODE_RANK:?set NODE_RANK to the index of this node, from 0}"
-    rendezvous=(--nnodes "$NNODES" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}")
+nodes=${NNODES:-1} rendezvous=(--standalone)
+[[ $nodes =~ ^[1-9][0-9]*$ ]] || { echo "NNODES: expected a number of nodes, got $nodes" >&2; exit 2; }
+if ((nodes > 1)); then
+    : "${MASTER_ADDR:?NNODES is $nodes: set MASTER_ADDR to the name of node 0}" "${NODE_RANK:?set NODE_RANK to the index of this node, from 0}"
+    [[ $NODE_RANK =~ ^[0-9]+$ && 10#$NODE_RANK -lt nodes ]] || { echo "NODE_RANK: expected a number in [0, $nodes), got $NODE_RANK" >&2; exit 2; }
+    rendezvous=(--nnodes "$nodes" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}")
 fi
 command=("$python" -m vescale.torchrun "${rendezvous[@]}" --nproc-per-node "${NPROC:-gpu}" -m vescale.train "$@")
 if [[ -n ${DRY_RUN:-} ]]; then

@@ -56,6 +56,7 @@ def write_fresh(final: Path, text: str) -> None:
             partial.write_text(text, encoding="utf-8")
             _sync(partial)
             partial.rename(final)
+            _sync(final.parent)
         except BaseException:
             with suppress(OSError):
                 partial.unlink()

@@ -18,7 +18,7 @@ LEVELS = (
     {"planner"},
     {"partitions"},
     {"segments"},
-    {"collectives", "placement", "checksum", "counting", "scratch"},
+    {"collectives", "placement", "checksum", "counting", "scratch", "host_read"},
     {"streams", "reductions", "comms", "elementwise"},
     {"ragged_tensor"},
     {"kernels"},

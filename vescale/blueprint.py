@@ -408,7 +408,7 @@ def state_by_kind(runs: Sequence[Run]) -> dict[str, int]:
     kinds: dict[str, int] = {}
     for run in runs:
         rule = type(run.rule).__name__
-        counted = {"steps": run.steps, "steps begun": run.begun}
+        counted = {"steps": run.steps}
         counted |= {f"{rule}.{name}": value for name, value in (run.state | run.numbers).items()}
         for name, value in counted.items():
             kinds[name] = kinds.get(name, 0) + value.nbytes

@@ -230,7 +230,7 @@ def remove(path: Path) -> None:
         if gone.exists():  # left by a kill
             shutil.rmtree(gone)
         path.rename(gone)
-    shutil.rmtree(gone) if gone.is_dir() else gone.unlink(missing_ok=True)
+    shutil.rmtree(gone) if gone.is_dir() and not gone.is_symlink() else gone.unlink(missing_ok=True)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -40,7 +41,8 @@ class Evaluation:
         found, mean, shares = {}, 0.0, 0.0
         for name, (samples, share) in sets.items():
             loss = self._loss(samples)
-            mean, shares = mean + share * loss, shares + share
+            if share:  # a set that has none may be of any loss
+                mean, shares = mean + share * loss, shares + share
             if name:
                 found[f"validation_loss/{name}"] = loss
         return {"validation_loss": mean / shares, **found}
@@ -51,7 +53,7 @@ class Evaluation:
             input_ids, labels = to_device(batch, self.device)
             losses.append(self.model(input_ids, labels))
             counts.append(num_labels(labels))
-        tokens = int(sum_over_ranks(torch.stack(counts).sum(), self.device))
+        tokens = int(sum_over_ranks(torch.stack(counts).sum(), self.device)) or math.nan  # of documents of one token
         if self.in_order:
             world = dist.get_world_size()
             places = range(dist.get_rank(), len(losses) * world, world)

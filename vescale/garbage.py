@@ -25,6 +25,10 @@ class Garbage:
         if self._was:
             gc.enable()
 
-    def collect(self) -> None:
-        """Collects the young generations: what steps leave behind."""
-        gc.collect(1)
+    def collect(self, *, everything: bool = False) -> None:
+        """Collects the young generations: what steps leave behind.
+
+        Args:
+            everything: Collect the old one too: what two of these found in use, and nobody uses any more.
+        """
+        gc.collect(2 if everything else 1)

@@ -94,22 +94,24 @@ class Health:
     def state(self) -> dict[str, Any]:
         """Returns what a checkpoint must remember, in JSON's types."""
         norms = [None if math.isnan(value) else value for value in self.norms.tolist()] if self.spike else []
-        return {"norms": norms, "skipped": self.skipped}
+        return {"norms": norms, "skipped": self.skipped, "in_a_row": self._in_a_row}
 
     def load(self, state: dict[str, Any]) -> None:
         """Goes on from ``state``."""
-        self.skipped = state.get("skipped", 0)
+        self.skipped, self._in_a_row = state.get("skipped", 0), state.get("in_a_row", 0)
         for at, value in enumerate(state.get("norms", [])):
             self.norms[at] = math.nan if value is None else float(value)
 
 
 def problems(state: dict[str, Any]) -> list[str]:
     """Returns what keeps ``Health.load`` from taking ``state``, which a file may have changed; nothing if it can."""
-    norms, skipped, found = state.get("norms", []), state.get("skipped", 0), []
+    norms, found = state.get("norms", []), []
     if not (isinstance(norms, list) and len(norms) in (0, WINDOW) and all(map(_is_norm, norms))):
         found.append(f"norms: expected none, or a norm or null of each of {WINDOW} steps")
-    if type(skipped) is not int or skipped < 0:
-        found.append(f"skipped: expected a number of steps >= 0, got {skipped!r}")
+    for name in ("skipped", "in_a_row"):
+        steps = state.get(name, 0)
+        if type(steps) is not int or steps < 0:
+            found.append(f"{name}: expected a number of steps >= 0, got {steps!r}")
     return found
 
 

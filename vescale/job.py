@@ -47,7 +47,8 @@ class ModelConfig(Protocol):
 
         ``finish_step(skip=flag)`` ends an optimizer step, which was left out where the flag is 1.0, and returns
         metrics; ``export(folder)``, called by all ranks, writes the weights, or with ``tensors=`` those named tensors
-        in their place (vescale/export.py). With experts, ``deal_experts(group)`` leaves this rank its part of them and
+        in their place (vescale/export.py). ``init_weights()`` fills everything, ``init_buffers()``, where it has one,
+        what no checkpoint holds. With experts, ``deal_experts(group)`` leaves this rank its part of them and
         ``expert_units()`` are those.
         """
 

@@ -6,6 +6,7 @@ A run is named by the keys that change its numbers, resumes while they are equal
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
 from typing import Any
 
 # Keys that watch a run without changing a number in it: they name no run, and may differ on resume.
@@ -28,10 +29,12 @@ WATCHING: tuple[str, ...] = (
     "trainer.peak_tflops",
     "trainer.export",
 )
-# Keys that may differ on resume too: how far to go, and how the same sums are spread over ranks (equal to rounding, not
-# bit for bit).
+# Keys that may differ on resume too: how far to go, where the data lie (what they are, a checkpoint knows itself), and
+# how the same sums are spread over ranks (equal to rounding, not bit for bit).
 SPREADING: tuple[str, ...] = (
     "trainer.steps",
+    "data.path",
+    "data.parts.*.data.path",
     "trainer.micro_batch",
     "trainer.step_in_backward",
     "optimizer.share_replicas",
@@ -45,8 +48,8 @@ SPREADING: tuple[str, ...] = (
 
 
 def among(key: str, keys: Iterable[str]) -> bool:
-    """Returns whether a dotted key is one of ``keys``, or lies below one."""
-    return any(key == k or key.startswith(k + ".") for k in keys)
+    """Returns whether a dotted key is one of ``keys``, in which a * is any part, or lies below one."""
+    return any(fnmatchcase(key, k) or key.startswith(k + ".") for k in keys)
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

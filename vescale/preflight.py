@@ -1,4 +1,4 @@
-"""Preflight: what would stop a run after it began, looked for before: its folder, its data, its export.
+"""Preflight: what would stop a run after it began, looked for before: its folder, its weights, its data, its export.
 
 Nothing is allocated or written, and no other rank is asked.
 """
@@ -20,6 +20,15 @@ def check_folder(run_dir: Path) -> None:
     there = next(path for path in (folder, *folder.parents) if path.exists())
     if not (there.is_dir() and os.access(there, os.W_OK)):
         raise ValueError(f"run_dir: {run_dir} cannot be made: {there} is no folder that can be written")
+
+
+def check_weights(model_config: Any) -> None:
+    """Raises if the model is to begin from weights that are not there, or not its own; models may have none.
+
+    Raises:
+        ValueError: In one message.
+    """
+    getattr(model_config, "check_weights", lambda: None)()
 
 
 def check_data(data: Any, *, vocab_size: int) -> None:

@@ -73,19 +73,39 @@ def load(folder: Path) -> Run:
     path = folder / "metrics.jsonl"
     if not path.is_file():
         raise ValueError(f"{folder} has no metrics.jsonl: it is no folder of a run")
-    return Run(folder.name or str(folder), [*read_metrics(path)], _json(folder / "record.json") or {}, _plan(folder))
+    rows = [{key: value for key, value in row.items() if _is_number(value)} for row in read_metrics(path)]
+    record, plan = _json(folder / "record.json"), _json(folder / "plan.json")
+    drawn = [segment for segment in plan if _is_segment(segment)] if isinstance(plan, list) else []
+    return Run(folder.absolute().name or str(folder), rows, record if isinstance(record, dict) else {}, drawn)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_segment(value: Any) -> bool:
+    return isinstance(value, dict) and {"name", "shard_size", "num_ranks", "tensors"} <= value.keys()
 
 
 def _json(path: Path) -> Any:
     try:
         return json.loads(path.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
 
 
-def _plan(folder: Path) -> list[dict[str, Any]]:
-    found = _json(folder / "plan.json")
-    return found if isinstance(found, list) else []
+def load_all(folders: Sequence[Path]) -> list[Run]:
+    """Returns several runs; those in folders of one name are told apart by their whole paths.
+
+    Raises:
+        ValueError: As ``load``.
+    """
+    runs = [load(folder) for folder in folders]
+    names = [run.name for run in runs]
+    return [
+        run if names.count(run.name) == 1 else run._replace(name=str(folder))
+        for run, folder in zip(runs, folders, strict=True)
+    ]
 
 
 # --- curves ---
@@ -295,7 +315,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     out = options.out or options.runs[0] / "report.html"
     try:
-        out.write_text(page([load(folder) for folder in options.runs]))
+        out.write_text(page(load_all(options.runs)))
     except (ValueError, OSError) as problem:
         print(f"vescale.report: {' '.join(str(problem).split())}", file=sys.stderr)
         return 2

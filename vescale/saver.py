@@ -17,13 +17,15 @@ add nothing to it when it wakes up.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import os
 import pickle
 import secrets
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,6 +46,8 @@ from vescale.checkpoint import PARTIAL, RANDOM, RECORD, SEAL
 from vescale.checksum import add, checksum
 from vescale.ragged_tensor import RaggedTensor
 from vescale.rows import Rows
+
+logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.02  # seconds between two looks for a folder or a part; slower on a file system of a cluster is as good
 
@@ -88,7 +92,7 @@ class Saver:
         self._mark = checkpoint.from_rank_0(secrets.token_hex(3))
         if self.rank == 0:
             for left in root.glob(f"*{PARTIAL}"):
-                checkpoint.remove(left)
+                _remove(left)
 
     def save(
         self,
@@ -247,13 +251,16 @@ class Saver:
         _sync(partial)
         partial.rename(self._folder)
         _sync(self.root)
-        checkpoint.write_json(self.root.parent / RECORD, record)
+        with _told(f"checkpoint {self._folder} is whole, but the run's record is of an older one"):
+            checkpoint.write_json(self.root.parent / RECORD, record)
         self._remove_old()
 
     def _remove_old(self) -> None:
+        """Removes what need not stay; a checkpoint that was made read-only stays."""
         for path in checkpoint.whole(self.root)[: -self.keep]:
-            if path != self._folder and not (self.keep_every and checkpoint.step_of(path) % self.keep_every == 0):
-                checkpoint.remove(path)
+            kept = self.keep_every and checkpoint.step_of(path) % self.keep_every == 0
+            if path != self._folder and not kept and os.access(path, os.W_OK):
+                _remove(path)
 
 
 def _writers(name: str, value: torch.Tensor) -> list[int]:
@@ -334,6 +341,20 @@ def _reason(problem: BaseException) -> str:
         chain.append(behind)
     found = next((one for one in chain if isinstance(one, OSError)), chain[-1])
     return " ".join(str(found).split()) or type(found).__name__
+
+
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    """As a context, takes a file system's refusal of what no run depends on, with a warning."""
+    try:
+        yield
+    except OSError as problem:
+        logger.warning("%s: %s", what, _reason(problem))
+
+
+def _remove(path: Path) -> None:
+    with _told(f"{path} cannot be removed"):
+        checkpoint.remove(path)
 
 
 def _sync(folder: Path) -> None:

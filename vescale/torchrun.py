@@ -15,7 +15,11 @@ from typing import Any
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs torchrun's command; returns the exit code of the rank that failed first, 128 + the signal after one."""
+    """Runs torchrun's command.
+
+    Returns:
+        The exit code of the rank that failed first, 128 + the signal after one, 2 for options that cannot be.
+    """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
@@ -28,6 +32,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _code(failed)
     except SignalException as ended:
         return 128 + ended.sigval
+    except ValueError as problem:  # of its options: a machine without GPUs was asked for a rank on each, say
+        line = " ".join(str(problem).split()).rstrip(".")
+        hint = "; --nproc-per-node takes a number" if "available" in line or "nproc" in line else ""
+        print(f"vescale.torchrun: {line}{hint}", file=sys.stderr)
+        return 2
     return 0
 
 

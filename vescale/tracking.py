@@ -306,8 +306,9 @@ def _line(error: Exception) -> str:
 
 
 def _remembered(path: Path) -> str:
-    """Returns the identity that an earlier process left in the run's folder, or nothing."""
-    return path.read_text().strip() if path.exists() else ""
+    """Returns the identity that an earlier process left in the run's folder, or nothing where it is damaged."""
+    left = path.read_bytes().decode(errors="replace").strip() if path.exists() else ""
+    return left if left.isprintable() and "\ufffd" not in left else ""
 
 
 def _setting(name: str) -> str | None:

@@ -20,6 +20,7 @@ import time
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, suppress
+from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -92,7 +93,7 @@ def points(argv: Sequence[str], command: str = "train") -> list[Point]:
     ours = [word for word in argv if word.lstrip("+~").partition("=")[0] in ("hydra.run.dir", "hydra.sweep.dir")]
     if ours:
         raise ValueError(f"{ours[0]}: Hydra only composes here and makes no folder; the run's is run_dir=...")
-    _check_headers(argv)
+    _check_folders(argv)
     OmegaConf.register_new_resolver("by_model", _by_model, replace=True)
     OmegaConf.register_new_resolver("part", _part, replace=True)
     with tempfile.TemporaryDirectory() as scratch, _command_line([f"hydra.sweep.dir={scratch}", *argv], command):
@@ -105,11 +106,19 @@ def points(argv: Sequence[str], command: str = "train") -> list[Point]:
     return found
 
 
-def _check_headers(argv: Sequence[str]) -> None:
-    """Refuses a user's recipe that would put its keys below `recipe`; Hydra would blame others for what comes of it."""
+def _check_folders(argv: Sequence[str]) -> None:
+    """Refuses what Hydra would pass over in silence, or blame others for what comes of it, in a user's folder.
+
+    A file of a shipped one's name is hidden by that; a recipe without its header has its keys below `recipe`.
+    """
     pairs = [(*word.partition("=")[::2], after) for word, after in zip(argv, [*argv[1:], ""], strict=False)]
     folders = [Path(value or after) for key, value, after in pairs if key in ("--config-dir", "-cd")]
     names = [name for key, value, _ in pairs if key == "recipe" for name in value.split(",")]
+    shipped = resources.files("recipes")
+    for path in (path for folder in folders for path in sorted(folder.glob("*/*.yaml"))):
+        hides = shipped.joinpath(path.parent.name, path.name)
+        if hides.is_file() and hides.read_bytes() != path.read_bytes():
+            raise ValueError(f"{path}: a shipped file has this name, and hides it: give it another")
     for path in (folder / "recipe" / f"{name}.yaml" for folder in folders for name in names):
         if path.is_file() and not re.match(r"#\s*@package\s+_global_\s*$", path.read_text(), re.MULTILINE):
             raise ValueError(

@@ -355,7 +355,7 @@ def test_a_missing_file_says_where_it_was_looked_for_and_what_would_do(tmp_path:
         ({"dtype": "uint16"}, "dtype: only a .bin takes it"),
         ({"vocab_size": 300}, "vocab_size: only a .bin takes it"),
         ({"ignored": 0}, "ignored: only a .bin takes it"),
-        ({"dtype": "int64"}, "dtype: expected uint16 or uint32, got 'int64'"),
+        ({"validation": {"": "t.txt"}}, "validation: expected sets that have names"),
         ({"path": __file__}, "unknown ending '.py'"),
         ({"path": str(Path(__file__).parent)}, "is a folder"),
     ],
@@ -406,6 +406,42 @@ def test_a_bin_without_header_must_say_its_dtype_and_one_with_header_agree(tmp_p
     headed = write_bin(tmp_path / "headed.bin", list(range(100)), header=[20240520, 1, 101])
     with pytest.raises(ValueError, match="expected uint16 .*, got uint32; .* says 101 tokens of uint16"):
         TextData(path=headed, dtype="uint32").open()
+
+
+def test_a_raw_bin_is_of_one_of_two_dtypes(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^data: dtype: expected uint16 or uint32 \(\S+t.bin\), got 'int64'$"):
+        TextData(path=write_bin(tmp_path / "t.bin", [1] * 99), dtype="int64", seq_len=9).open()
+
+
+def test_ids_must_be_the_models_where_the_data_do_not_say_how_many_they_have(tmp_path: Path) -> None:
+    path = write_bin(tmp_path / "t.bin", [*range(99), 500])
+    data = TextData(path=path, dtype="uint16", seq_len=9, val_fraction=0.0)
+    assert data.open(vocab_size=501).vocab_size == 501
+    with pytest.raises(ValueError, match=r"t.bin \(uint16\): expected token ids below vocab_size=400, got 500"):
+        data.open(vocab_size=400)
+    (tmp_path / "t.json").write_text('{"vocab_size": 600}')  # which says more than the model, to be told by preflight
+    assert data.open(vocab_size=400).vocab_size == 600
+
+
+@pytest.mark.parametrize("said", ["[1]", '{"dtype": 3, "vocab_size": "x", "ignored": null}', "[" * 100_000, '{"dtype'])
+def test_what_somebody_else_wrote_beside_a_bin_is_passed_over(tmp_path: Path, said: str) -> None:
+    path = write_bin(tmp_path / "t.bin", list(range(99)))
+    (tmp_path / "t.json").write_text(said)
+    with pytest.raises(ValueError, match="no header that says it"):
+        TextData(path=path, seq_len=9).open()
+
+
+def test_several_texts_are_read_as_one_and_kinds_are_not_mixed(tmp_path: Path) -> None:
+    for name, text in (("t_10.txt", "c"), ("t_2.txt", "b"), ("t_1.txt", "a")):
+        (tmp_path / name).write_text(text)
+    pattern = str(tmp_path / "t_*")
+    with pytest.raises(ValueError, match="the shard after .*t_2.txt is missing: number 3"):
+        TextData(path=pattern, seq_len=2, val_fraction=0).open()
+    (tmp_path / "t_10.txt").rename(tmp_path / "t_3.txt")
+    assert TextData(path=pattern, seq_len=2, val_fraction=0).open().train.tokens.tolist()[1::3] == [97, 98, 99]
+    write_bin(tmp_path / "t_4.bin", list(range(99)))
+    with pytest.raises(ValueError, match="expected files of one kind, got .*, which names .bin, .txt"):
+        TextData(path=pattern, seq_len=2, dtype="uint16").open()
 
 
 def test_ids_beyond_the_stated_vocabulary_are_refused_when_opened_and_when_read(tmp_path: Path) -> None:

@@ -55,3 +55,12 @@ def test_a_resumed_run_judges_alike() -> None:
     resumed.load(state)
     _steps(resumed, norms[25:], first=26)
     assert torch.equal(torch.nan_to_num(resumed.norms), torch.nan_to_num(whole.norms))
+
+
+def test_a_run_that_is_resumed_amid_bad_steps_goes_on_counting() -> None:
+    first, resumed = (Health(skips=3, spike=None, device=CPU) for _ in range(2))
+    assert _steps(first, [1, math.nan, math.nan]) == [False, True, True]
+    resumed.load(first.state())
+    assert _steps(resumed, [math.nan], first=4) == [True] and resumed.skipped == 3
+    with pytest.raises(Stopped, match="step 5: expected finite"):
+        _steps(resumed, [math.nan], first=5)

@@ -154,6 +154,9 @@ def test_torchrun_meets_at_node_0(checkout: Path) -> None:
     assert "--nnodes 4 --node-rank 3 --master-addr node0 --master-port 29500 --nproc-per-node 8" in many.stdout
     lost = _bash(checkout, "launch/torchrun.sh", NNODES="4", DRY_RUN="1")
     assert lost.returncode != 0 and "set MASTER_ADDR" in lost.stderr
+    for wrong, said in (({"NNODES": "2:4"}, "a number of nodes, got 2:4"), ({"NODE_RANK": "4"}, "in [0, 4), got 4")):
+        refused = _bash(checkout, "launch/torchrun.sh", **nodes | wrong)
+        assert (refused.returncode, refused.stdout, refused.stderr.count("\n")) == (2, "", 1) and said in refused.stderr
 
 
 def test_slurm_starts_one_torchrun_per_node(checkout: Path) -> None:
@@ -222,3 +225,13 @@ def test_the_manifest_of_a_cluster_is_printed_and_nothing_is_sent(checkout: Path
     assert container.image == "registry/v:1" and container.command == ["bash", "-c", run]
     assert {one.name: one.value for one in container.env} == {"NNODES": "4", "NPROC": "8", "MASTER_ADDR": "big-0.big"}
     assert _bash(checkout, "launch/kubernetes.sh").returncode != 0
+
+
+def test_what_a_run_of_the_manifest_is_told_comes_to_its_shell_as_it_was_written(checkout: Path) -> None:
+    from omegaconf import OmegaConf
+
+    run = """name="a & b" data.path='/d/$NAME/$NPROC' tracking.notes="\\"\\\\\n--check"""
+    done = _bash(checkout, "launch/kubernetes.sh", IMAGE="registry/v:1", RUN=run)
+    text = done.stdout.split("\n---\n")[1]
+    command = OmegaConf.to_container(OmegaConf.create(text))["spec"]["template"]["spec"]["containers"][0]["command"]
+    assert command[2].endswith("/vescale/launch/torchrun.sh " + run.replace("\n", " "))

@@ -45,6 +45,7 @@ def _health(**values: Any) -> dict[str, Any]:
         (_health(norms=[1e39] * WINDOW), "extra.health.norms"),  # of no float32
         (_health(norms=[10**400] * WINDOW), "extra.health.norms"),
         (_health(skipped="x"), "extra.health.skipped: expected a number of steps >= 0, got 'x'"),
+        (_health(in_a_row=True), "extra.health.in_a_row: expected a number of steps >= 0, got True"),
         (_health(norms=3, skipped=-1), "health.norms: .*; extra.health.skipped: expected a number of steps >= 0"),
     ],
 )

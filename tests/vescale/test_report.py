@@ -141,3 +141,22 @@ def test_ticks_are_few_and_inside(low: float, high: float) -> None:
 def test_a_folder_of_no_run_is_one_line(tmp_path: Path, capsys: Any) -> None:
     assert report.main([str(tmp_path)]) == 2
     assert "has no metrics.jsonl: it is no folder of a run" in capsys.readouterr().err
+
+
+def test_what_is_damaged_is_left_out_and_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    good, odd, empty = (tmp_path / name / "run" for name in ("a", "b", "c"))
+    for folder in (good, odd, empty):
+        folder.parent.mkdir()
+    _run(good)
+    odd.mkdir()
+    row = {"step": 1, "tokens": 64, "loss": 2.5, "note": "x", "none": None, "yes": True, "list": [1], "mfu": "NaN"}
+    (odd / "metrics.jsonl").write_text(json.dumps(row) + '\n{"step": 2, "tok')
+    (odd / "record.json").write_text("[1]")
+    (odd / "plan.json").write_text('[{"name": 3}, 4]')
+    empty.mkdir()
+    (empty / "metrics.jsonl").touch()  # of a run that has only begun
+    out = tmp_path / "r.html"
+    assert report.main([str(good), str(odd), str(empty), "--out", str(out)]) == 0
+    page = out.read_text()
+    assert all(f">{folder}</td>" in page for folder in (good, odd, empty)) and _reaches_for(page) == []
+    assert report.main([str(empty), "--out", str(out)]) == 0

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from unprivileged import as_modes_say
 
 from optimizers import AdamW
 from vescale import checkpoint
@@ -82,6 +83,39 @@ def _every_step(root: Path, keep: int, keep_every: int | None) -> int:
 def test_the_last_ones_and_every_nth_stay_and_all_are_written_by_one_plan(pool: Any, tmp_path: Path) -> None:
     assert pool(2).run(_every_step, tmp_path / "c", 2, 4) == [1, 1]
     assert sorted(path.name for path in (tmp_path / "c").iterdir()) == [f"step_{n:08}" for n in (4, 8, 9, 10)]
+
+
+def _guarded(root: Path) -> None:
+    """A checkpoint that somebody made read-only stays, and one that cannot be removed costs no later one."""
+    model, optimizer = _state()
+    saver = Saver(root, keep=1)
+    real, removed = checkpoint.remove, list[str]()
+
+    def remove(path: Path) -> None:
+        removed.append(path.name)
+        if path.name == "step_00000002":
+            raise PermissionError(13, "Permission denied", str(path))
+        real(path)
+
+    checkpoint.remove = remove
+    try:
+        for step in (1, 2, 3, 4):
+            saver.save(step, tensors=_tensors(model, optimizer), extra={})
+            saver.wait()
+            (root / "step_00000001").chmod(0o555)
+    finally:
+        checkpoint.remove = real
+        (root / "step_00000001").chmod(0o755)
+    assert removed == ["step_00000002", "step_00000002", "step_00000003"]
+
+
+def _guarded_by_modes(root: Path) -> None:
+    as_modes_say(_guarded, root)
+
+
+def test_a_checkpoint_that_cannot_be_removed_stays_and_costs_nothing(pool: Any, tmp_path: Path) -> None:
+    pool(1).run(_guarded_by_modes, tmp_path / "c")
+    assert [checkpoint.step_of(path) for path in checkpoint.whole(tmp_path / "c")] == [1, 2, 4]
 
 
 def test_options_out_of_range_are_refused(pool: Any, tmp_path: Path) -> None:

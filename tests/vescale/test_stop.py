@@ -125,3 +125,15 @@ def test_torchrun_takes_a_rank_s_code_before_that_of_one_it_ended(monkeypatch: p
 
     failures = {0: SimpleNamespace(exitcode=-15), 1: SimpleNamespace(exitcode=2)}
     assert torchrun._code(SimpleNamespace(failures=failures)) == 2
+
+
+def test_torchrun_without_what_it_was_asked_for_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    def refuse(argv: list[str]) -> None:
+        raise ValueError("Cuda is not available.")
+
+    monkeypatch.setattr("torch.distributed.run.main", refuse)
+    for name in ("logging.disable", "signal.signal"):  # what is set there holds for the whole process
+        monkeypatch.setattr(name, lambda *args: None)
+    assert torchrun.main(["--nproc-per-node", "gpu", "-m", "vescale.train"]) == 2
+    line = "vescale.torchrun: Cuda is not available; --nproc-per-node takes a number\n"
+    assert capsys.readouterr().err == line

@@ -382,6 +382,11 @@ def test_a_run_keeps_its_identity_over_a_restart(tmp_path: Path) -> None:
         tracker.finish()
     assert first.id == again.id == moved.id != other.id
     assert chosen.id == "mine"
+    for damage in (b"", b"\0\0\0\0", b"\xff\xfe", b"two\nlines"):
+        (tmp_path / "a" / "wandb-id").write_bytes(damage)
+        mended = FILE_ONLY.open(tmp_path / "a", first_step=3, id=first.id)
+        mended.finish()
+        assert mended.id == first.id and (tmp_path / "a" / "wandb-id").read_text() == first.id
 
 
 def test_a_row_is_one_call_against_tokens_with_no_step_of_wandbs(tmp_path: Path, wandb: Callable[..., Wandb]) -> None:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from pool import Pool
 from waiting import wait_for
 
+import recipes
 from vescale import train
 from vescale.tracking import read_metrics
 
@@ -89,6 +90,17 @@ def test_a_recipe_without_its_first_line_is_told_so(folder: list[str]) -> None:
     Path("mine/recipe/mine.yaml").write_text("defaults: [llama_debug_muon]\ntrainer: {steps: 7}\n")
     with pytest.raises(ValueError, match="^mine/recipe/mine.yaml: expected a first line `# @package _global_`"):
         train.compose([*folder, "recipe=mine"])
+
+
+def test_a_file_that_a_shipped_one_hides_is_told_so() -> None:
+    """Hydra takes the first it finds: a user's llama8b, imported with its weights, would train from random ones."""
+    folder = _user_folder("")
+    ours = Path(recipes.__file__).parent / "model" / "llama8b.yaml"
+    Path("mine/model/llama8b.yaml").write_text(ours.read_text())
+    train.compose([folder, "model=llama8b"])  # the same file
+    Path("mine/model/llama8b.yaml").write_text("defaults: [llama_debug, _self_]\n")
+    with pytest.raises(ValueError, match="^mine/model/llama8b.yaml: a shipped file has this name, and hides it"):
+        train.compose([folder, "model=llama8b"])
 
 
 def test_options_may_stand_anywhere() -> None:
@@ -213,6 +225,7 @@ def test_a_folder_keeps_to_one_configuration() -> None:
         train.compose(["name=a", "trainer.log_every=3", "tracking.mode=disabled", "parallelism.zero=2"])
     )
     train.check_same_run(train.compose(["name=a", "parallelism.ep=2"]))  # a checkpoint holds every expert
+    train.check_same_run(train.compose(["name=a", "data.path=/moved/here.txt"]))  # it knows itself what the data are
     with pytest.raises(ValueError, match="lr was 0.01, now 0.5; trainer.seed was 0, now 9; give this run its own name"):
         train.check_same_run(train.compose(["name=a", "optimizer.matrices.rule.lr=0.5", "trainer.seed=9"]))
     why = "total_steps was 250, now 500; give .*, or keep its schedule: trainer.schedule.total_steps=250$"

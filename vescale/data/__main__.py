@@ -17,7 +17,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m vescale.data", description="Turns text into token ids.")
     commands = parser.add_subparsers(dest="command", required=True)
     words = commands.add_parser("prepare", help="text, JSONL or parquet into a .bin to train on")
-    words.add_argument("inputs", nargs="+", help=".txt, .jsonl or .parquet files")
+    words.add_argument(
+        "inputs", nargs="+", help=".jsonl or .parquet files, or .txt with a form feed (\\f) between documents"
+    )
     words.add_argument("--out", required=True, help="the .bin to write")
     words.add_argument("--tokenizer", default="bytes", help="bytes, or a tokenizer.json (default: bytes)")
     words.add_argument("--eos", help="token that ends a document (default: one of the usual)")

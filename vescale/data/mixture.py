@@ -10,6 +10,7 @@ of 1024, in an order that (seed, block) permutes. So the sample's number in its 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +30,7 @@ class Part:
     """One of a mixture's data sets.
 
     Args:
-        weight: > 0; its share of the samples is this over the sum of all.
+        weight: > 0 and finite; its share of the samples is this over the sum of all.
         data: What it is; all parts have one ``seq_len``.
     """
 
@@ -59,19 +60,30 @@ class Mixture:
         """Names of the parts, for messages."""
         return " + ".join(self.parts)
 
-    def open(self) -> Mixed:
+    def open(self, *, vocab_size: int | None = None) -> Mixed:
         """Returns the parts, opened.
+
+        Args:
+            vocab_size: As of ``TextData.open``.
 
         Raises:
             ValueError: As each part, and for weights or lengths that do not fit together.
         """
         weights = {name: part.weight for name, part in self.parts.items()}
-        problems = [f"parts.{name}.weight: expected > 0, got {w}" for name, w in weights.items() if not w > 0]
+        problems = [
+            f"parts.{name}.weight: expected a number > 0, got {weight}"
+            for name, weight in weights.items()
+            if not 0 < weight < math.inf
+        ]
+        if not problems and math.isinf(sum(weights.values())):
+            problems.append("parts: expected weights that have a sum, got numbers too large for one")
+        if len(weights) > BLOCK:
+            problems.append(f"parts: expected at most {BLOCK}, got {len(weights)}")
         lengths = sorted({part.data.seq_len for part in self.parts.values()})
         if len(lengths) != 1:
             problems.append(f"parts: expected at least one, all of one seq_len, got {lengths}")
         raise_all(problems)
-        opened = {name: part.data.open() for name, part in self.parts.items()}
+        opened = {name: part.data.open(vocab_size=vocab_size) for name, part in self.parts.items()}
         return Mixed(source=self, parts=opened, train=MixedSamples(opened, quotas([*weights.values()]), self.seed))
 
 
@@ -96,16 +108,27 @@ class MixedSamples:
         self.vocab_size = None if None in sizes else max(size for size in sizes if size is not None)
         self.num_samples = sum(part.train.num_samples for part in self.parts)
         self.ignored = None
+        self._blocks: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # the one that was asked for last
 
     def whose(self, first: int, count: int) -> list[tuple[int, int]]:
         """Returns part and number in it of the samples number ``first`` to ``first + count - 1``."""
         found = []
         for number in range(first, first + count):
             block, at = divmod(number, BLOCK)
-            epoch = np.full(at + 1, block)
-            owners = self.owner[permute(np.arange(at + 1), size=BLOCK, seed=self.seed, epoch=epoch)]
-            part = int(owners[-1])
-            found.append((part, block * self.shares[part] + int((owners[:-1] == part).sum())))
+            owners, before = self._block(block)
+            part = int(owners[at])
+            found.append((part, block * self.shares[part] + int(before[at])))
+        return found
+
+    def _block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the part of each sample of a block, and how many of the samples before it there are of that part."""
+        found = self._blocks.get(block)
+        if found is None:
+            order = permute(np.arange(BLOCK), size=BLOCK, seed=self.seed, epoch=np.full(BLOCK, block))
+            owners = self.owner[order]
+            seen = np.cumsum(owners[:, None] == np.arange(len(self.shares)), axis=0)
+            found = owners, seen[np.arange(BLOCK), owners] - 1
+            self._blocks = {block: found}
         return found
 
     def read(self, first: int, count: int, *, counted: int | None = None) -> Batch:
@@ -138,10 +161,15 @@ class Mixed:
 
     @property
     def validations(self) -> dict[str, tuple[Samples, float]]:
-        """What to validate on, and the share of each in the mean: its share of the samples."""
-        shares = dict(zip(self.parts, self.train.shares, strict=True))
-        held = {name: (part.validation, shares[name] / BLOCK) for name, part in self.parts.items()}
-        return {name: (samples, share) for name, (samples, share) in held.items() if samples is not None}
+        """What to validate on, and the share of each in the mean: its part's share of the samples.
+
+        A part's own set has the part's name, one that the part names is ``part/name``.
+        """
+        return {
+            "/".join(filter(None, (name, of))): (samples, weight * share / BLOCK)
+            for (name, part), share in zip(self.parts.items(), self.train.shares, strict=True)
+            for of, (samples, weight) in part.validations.items()
+        }
 
     def describe(self) -> dict[str, Any]:
         """Returns, in JSON's types, all that decides which tokens a step sees, but the step and the global batch."""

@@ -2,20 +2,26 @@
 
 The inputs are cut into pieces that do not depend on the number of workers: the documents that begin in 16 MiB of a
 text or JSONL file, a row group of a parquet file. Each piece is written to a file of its own beside the output, so that
-the same command goes on where it was stopped; in the end the pieces are joined in order, and a ``.json`` beside the
-output says what is in it. Another input, tokenizer or layout is refused until the pieces are removed.
+the same command goes on where it was stopped, with any number of workers; in the end the pieces are joined in order,
+and a ``.json`` beside the output says what is in it. Another input, tokenizer or layout is refused until the pieces are
+removed.
 """
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import json
 import mmap
 import multiprocessing
+import multiprocessing.connection
+import os
 import shutil
 import signal
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +35,7 @@ from vescale.data.tokenizer import ByteTokenizer, tokenizer_of
 PIECE = 16 << 20  # bytes of text that are one piece of work: a quarter of a minute of a slow tokenizer
 AT_ONCE = 256  # documents that a tokenizer is given together
 KINDS = (".txt", ".jsonl", ".parquet")
+CLAIM, LOCK = "work.json", "lock"  # files beside the pieces
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +68,25 @@ class Work:
         problems += [f"{name!r}: expected {', '.join(KINDS)}" for name in self.inputs if Path(name).suffix not in KINDS]
         if not self.inputs:
             problems.append("expected at least one input")
+        real = [os.path.realpath(name) for name in self.inputs]
+        twice = [name for i, name in enumerate(self.inputs) if real[i] in real[:i]]
+        problems += [f"{name!r} is given twice" for name in twice]
+        about = Path(self.out).with_suffix(".json")
+        if about.exists() and not _is_ours(about):
+            problems.append(
+                f"out: {str(about)!r}, which is to say what is in {self.out!r}, is a file of something else"
+            )
         raise_all(problems + output_problems(Path(self.out), self.layout))
         tokenizer_of(self.tokenizer, eos=self.eos)
+
+
+def _is_ours(about: Path) -> bool:
+    """Whether a file is one that ``prepare`` wrote beside an output."""
+    try:
+        told = json.loads(about.read_text())
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(told, dict) and {"tokens", "fingerprint", "layout"} <= told.keys()
 
 
 @dataclass(frozen=True)
@@ -102,8 +126,7 @@ def documents(work: Work, piece: Piece) -> Iterator[str | bytes]:
     """
     kind = Path(piece.path).suffix
     if kind == ".parquet":
-        column = _parquet(piece.path).read_row_group(piece.start, columns=[work.key])[work.key].to_pylist()
-        for row, value in enumerate(column):
+        for row, value in enumerate(_column(piece, work.key)):
             yield _checked(value, work.key, where=f"{piece.path}, row {row} of group {piece.start}")
     elif kind == ".txt":
         for at, document in _between(b"\f", piece):
@@ -118,8 +141,8 @@ def documents(work: Work, piece: Piece) -> Iterator[str | bytes]:
 def _between(separator: bytes, piece: Piece) -> Iterator[tuple[int, bytes]]:
     """Yields where each stretch between separators begins, and its bytes; it is of the piece in which it begins."""
     with Path(piece.path).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        at = data.find(separator, piece.start - 1) + 1 if piece.start else 0
-        if piece.start and not at:  # one that began before goes on to the end
+        at = data.find(separator, piece.start - 1, piece.stop - 1) + 1 if piece.start else 0
+        if piece.start and not at:  # one that began before goes on to the end of the piece
             return
         while at < piece.stop:
             end = data.find(separator, at)
@@ -139,7 +162,7 @@ def _decoded(document: bytes, path: str, at: int) -> str:
 def _text(line: bytes, key: str, *, where: str) -> str:
     try:
         value = json.loads(line)[key]
-    except (ValueError, KeyError, TypeError) as problem:
+    except (ValueError, KeyError, TypeError, RecursionError) as problem:  # the last, of brackets in brackets
         raise ValueError(f"{where}: expected a JSON object with the key {key!r}: {problem!r}") from None
     return _checked(value, key, where=where)
 
@@ -164,6 +187,14 @@ def _parquet(name: str) -> Any:
         return parquet.ParquetFile(name)
     except Exception as problem:  # pyarrow's own kinds
         raise ValueError(f"{name}: is no parquet file: {problem}") from None
+
+
+def _column(piece: Piece, key: str) -> list[Any]:
+    """Returns the column of a piece's row group."""
+    try:
+        return _parquet(piece.path).read_row_group(piece.start, columns=[key])[key].to_pylist()
+    except Exception as problem:  # pyarrow's own kinds; some are an OSError that names no file
+        raise ValueError(f"{piece.path}, row group {piece.start}: {problem}") from None
 
 
 def _row_groups(name: str, key: str) -> list[int]:
@@ -199,7 +230,7 @@ def prepare(
         advance: Called with the bytes done and their total, as pieces are done.
 
     Raises:
-        ValueError: For input that cannot be prepared, or pieces of other work.
+        ValueError: For input that cannot be prepared, pieces of other work, or work that is going on already.
     """
     work.check()
     if workers < 1:
@@ -207,14 +238,29 @@ def prepare(
     out = Path(work.out)
     folder = out.with_name(out.name + ".pieces")
     todo, done = pieces(work), 0
-    _claim(folder, work)
-    total = sum(piece.nbytes for piece in todo)
-    for nbytes in _done(work, todo, str(folder), workers=min(workers, len(todo))):
-        done += nbytes
-        advance(done, total)
-    facts = _join(work, folder, todo)
-    shutil.rmtree(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with _alone(folder):
+        _claim(folder, work)
+        total = sum(piece.nbytes for piece in todo)
+        for nbytes in _done(work, todo, str(folder), workers=min(workers, len(todo))):
+            done += nbytes
+            advance(done, total)
+        facts = _join(work, folder, todo)
+        shutil.rmtree(folder)
     return facts
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """As a context, holds the folder's lock, which the kernel lets go of however the process ends."""
+    with (folder / LOCK).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"{folder}: another process is at this work; wait for its end") from None
+        except OSError:  # a file system without locks
+            pass
+        yield
 
 
 def _done(work: Work, todo: Sequence[Piece], folder: str, *, workers: int) -> Iterator[int]:
@@ -223,7 +269,7 @@ def _done(work: Work, todo: Sequence[Piece], folder: str, *, workers: int) -> It
         yield from (_do(work, piece, folder) for piece in todo)
         return
     context = multiprocessing.get_context("forkserver")
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=_mute) as pool:
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_begin) as pool:
         try:
             for future in as_completed([pool.submit(_do, work, piece, folder) for piece in todo]):
                 yield future.result()
@@ -232,23 +278,67 @@ def _done(work: Work, todo: Sequence[Piece], folder: str, *, workers: int) -> It
             raise
 
 
-def _mute() -> None:
-    """Lets Ctrl-C end a worker at once, without a traceback; what it was writing has no name yet."""
+def _begin() -> None:
+    """Prepares a worker: Ctrl-C ends it at once, without a traceback, and so does the end of who started it.
+
+    What it was writing has no name yet.
+    """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the workers are what is parallel
+    starter = multiprocessing.parent_process()
+    if starter is not None:
+        threading.Thread(target=_end_with, args=(starter.sentinel,), daemon=True).start()
+
+
+def _end_with(sentinel: int) -> None:
+    """Waits for a process to end, and ends this one: a pool's worker waits for work of a dead starter for ever."""
+    multiprocessing.connection.wait([sentinel])
+    os._exit(1)
 
 
 def _claim(folder: Path, work: Work) -> None:
-    """Makes the folder of pieces, or accepts one of the same work on the same inputs."""
+    """Takes the folder of pieces: a new one, one of the same work on the same inputs, or one in which none is done."""
+    inputs = {name: [Path(name).stat().st_size, Path(name).stat().st_mtime_ns] for name in work.inputs}
     tokenizer = tokenizer_of(work.tokenizer, eos=work.eos).name
-    inputs = [[name, Path(name).stat().st_size, Path(name).stat().st_mtime_ns] for name in work.inputs]
-    claim = json.dumps({**asdict(work), "inputs": inputs, "tokenizer": tokenizer, "piece": PIECE}, sort_keys=True)
-    folder.mkdir(parents=True, exist_ok=True)
-    there = folder / "work.json"
-    if there.is_file() and there.read_text() != claim:
-        raise ValueError(f"{folder} holds pieces of other inputs or another tokenizer; remove it to begin anew")
-    fresh = folder / "work.json.new"
-    fresh.write_text(claim)
-    fresh.replace(there)
+    now = {**asdict(work), "inputs": list(work.inputs), "files": inputs, "tokenizer": tokenizer, "piece": PIECE}
+    there, claim = folder / CLAIM, json.dumps(now, sort_keys=True)
+    if there.is_file() and there.read_text() != claim and any(folder.glob("*.bin")):
+        changed = _changes(_json(there), json.loads(claim))
+        raise ValueError(f"{folder} holds pieces of other work: {changed}; remove it to begin anew")
+    _replace(there, claim)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """What differs between two claims, in words."""
+    if was.get("inputs") != now["inputs"]:
+        return "of other inputs"
+    files = was.get("files", {})
+    found = [f"{name} was changed" for name, facts in now["files"].items() if files.get(name) != facts]
+    words = {key: value for key, value in now.items() if key not in ("inputs", "files")}
+    found += [f"{key} was {was.get(key)}, now {value}" for key, value in words.items() if was.get(key) != value]
+    return ", ".join(found) or "an unknown one"
+
+
+def _replace(path: Path, text: str) -> None:
+    """Writes a file beside ``path``, waits for the disk and renames."""
+    fresh = path.with_name(path.name + ".new")
+    try:
+        with fresh.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        fresh.unlink(missing_ok=True)
+        raise
+    fresh.replace(path)
 
 
 def _join(work: Work, folder: Path, todo: Sequence[Piece]) -> dict[str, Any]:
@@ -279,5 +369,5 @@ def _join(work: Work, folder: Path, todo: Sequence[Piece]) -> dict[str, Any]:
         "layout": work.layout,
         "inputs": list(work.inputs),
     }
-    about.write_text(json.dumps(facts, indent=1) + "\n")
+    _replace(about, json.dumps(facts, indent=1) + "\n")
     return facts

@@ -69,8 +69,8 @@ class Samples:
         """
         starts = (self.places(first, count) * self.seq_len).tolist()
         rows = np.stack([self.tokens[start : start + self.seq_len + 1] for start in starts]).astype(np.int64)
-        if self.vocab_size is not None and rows.max() >= self.vocab_size:
-            raise ValueError(f"data: expected token ids below vocab_size={self.vocab_size}, got {rows.max()}")
+        if self.vocab_size is not None:
+            raise_all(ids_problems([(int(rows.min()), int(rows.max()))], self.vocab_size))
         labels = rows[:, 1:].copy()
         if self.ignored is not None:
             labels[labels == self.ignored] = IGNORED
@@ -116,6 +116,15 @@ class Samples:
         raise_all(problems)
         share = global_batch // world
         return self.read(step * global_batch + rank * share, share)
+
+
+def ids_problems(ends: list[tuple[int, int]], vocab_size: int, *, where: str = "") -> list[str]:
+    """Returns what is wrong with ids of which the lowest and the highest of some stretches are known."""
+    low, high = min((low for low, _ in ends), default=0), max((high for _, high in ends), default=-1)
+    problems = [f"{where}expected token ids >= 0, got {low}"] if low < 0 else []
+    if high >= vocab_size:
+        problems.append(f"{where}expected token ids below vocab_size={vocab_size}, got {high}")
+    return problems
 
 
 def raise_all(problems: list[str]) -> None:

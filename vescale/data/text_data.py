@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from vescale.data.order import ORDER
-from vescale.data.samples import Samples, raise_all
-from vescale.data.token_file import DTYPES, Joined, TokenFile, blocks, files_of, fingerprint, open_tokens
+from vescale.data.samples import Samples, ids_problems, raise_all
+from vescale.data.token_file import Joined, TokenFile, blocks, files_of, fingerprint, open_tokens
 from vescale.data.tokenizer import ByteTokenizer
 
 SHIPPED = "shakespeare"
@@ -105,13 +105,13 @@ class TextData:
 
     Args:
         path: ``shakespeare`` (42 works, 5.06 MB, shipped: texts/README.md); a ``.txt`` file, whose bytes are the
-            tokens, a form feed between documents; or a ``.bin`` of token ids, raw, llm.c's or Megatron's
-            (``vescale/data/token_file.py``), or a pattern of several (``shard_*.bin``).
+            tokens, a form feed between documents; a ``.bin`` of token ids, raw, llm.c's or Megatron's
+            (``vescale/data/token_file.py``); or a pattern of several files of one kind (``shard_*.bin``).
         seq_len: Tokens a sample feeds to the model.
         val_fraction: The share of the tokens, at the end, that is held out for validation; 0 holds out none.
         seed: Chooses the order of the samples.
         dtype: ``uint16`` or ``uint32``. A raw ``.bin`` requires it; only a ``.bin`` takes it.
-        vocab_size: For a ``.bin``: ids must be below this. None: not checked.
+        vocab_size: For a ``.bin``: ids must be below this. None: what its ``.json`` says, else what ``open`` is told.
         ignored: For a ``.bin``: an id that is never counted as a label, such as padding. In text it is the token that
             begins a document, which follows from nothing before it.
         documents_apart: Tokens see only their own document, and positions begin at 0 in each. A ``.bin`` needs the
@@ -129,33 +129,39 @@ class TextData:
     documents_apart: bool = False
     validation: Mapping[str, str] = field(default_factory=dict)
 
-    def open(self) -> Dataset:
+    def open(self, *, vocab_size: int | None = None) -> Dataset:
         """Returns the two parts of the data; a ``.bin`` is mapped, text lies in memory.
+
+        Args:
+            vocab_size: Of the model that is to read the data: ids of a ``.bin`` that does not say how many it has must
+                be below this. None: they are not checked then.
 
         Raises:
             ValueError: Options or file are unusable; every problem is named in one line.
         """
-        found = self._open_path(self.path, cut=True)
-        others = {name: self._open_path(path, cut=False).train for name, path in self.validation.items()}
-        return dataclasses.replace(found, named=others)
+        found = self._open_path(self.path, cut=True, limit=vocab_size)
+        others = {name: self._open_path(path, cut=False, limit=vocab_size) for name, path in self.validation.items()}
+        return dataclasses.replace(found, named={name: other.train for name, other in others.items()})
 
-    def _open_path(self, name: str, *, cut: bool) -> Dataset:
+    def _open_path(self, name: str, *, cut: bool, limit: int | None) -> Dataset:
         paths, problems = ([SHIPPED_FILE], []) if name == SHIPPED else files_of(name)
-        binary = any(path.suffix == ".bin" for path in paths) or name.endswith(".bin")
+        kinds = sorted({path.suffix for path in paths})
+        binary = ".bin" in kinds or name.endswith(".bin")
         problems = [
             *self._option_problems(binary=binary),
             *problems,
             *(p for path in paths for p in _path_problems(path)),
         ]
-        if not binary or not paths or not all(path.is_file() and path.suffix == ".bin" for path in paths):
+        if len(kinds) > 1:
+            problems.append(f"path: expected files of one kind, got {name!r}, which names {', '.join(kinds)}")
+        if not binary or len(kinds) != 1 or not all(path.is_file() for path in paths):
             raise_all(problems)
-            return self._open_text(name, paths[0], cut=cut)
-        told = _manifest(paths[0]) if len(paths) == 1 else {}
-        if told.get("dtype") and self.dtype not in (None, told["dtype"]):
-            problems.append(f"dtype: expected {told['dtype']} ({paths[0].with_suffix('.json')}), got {self.dtype}")
+            return self._open_text(name, paths, cut=cut)
+        told, wrong = _manifest(paths, dtype=self.dtype)
         opened = [open_tokens(path, dtype=self.dtype or told.get("dtype")) for path in paths]
-        raise_all(problems + [problem for _, wrong in opened for problem in wrong])
-        return self._open_bin(name, [file for file, _ in opened if file is not None], told, cut=cut)
+        raise_all(problems + wrong + [problem for _, wrong in opened for problem in wrong])
+        files = [file for file, _ in opened if file is not None]
+        return self._open_bin(name, files, {"vocab_size": limit} | told, cut=cut)
 
     def _option_problems(self, *, binary: bool) -> list[str]:
         problems = []
@@ -163,10 +169,10 @@ class TextData:
             problems.append(f"seq_len: expected >= 1, got {self.seq_len}")
         if not 0 <= self.val_fraction < 1:
             problems.append(f"val_fraction: expected 0 <= val_fraction < 1, got {self.val_fraction}")
-        if self.dtype is not None and self.dtype not in DTYPES:
-            problems.append(f"dtype: expected {' or '.join(DTYPES)}, got {self.dtype!r}")
         if self.vocab_size is not None and self.vocab_size < 1:
             problems.append(f"vocab_size: expected >= 1, got {self.vocab_size}")
+        if "" in self.validation:
+            problems.append("validation: expected sets that have names, got one without")
         if not binary:
             only = {"dtype": self.dtype, "vocab_size": self.vocab_size, "ignored": self.ignored}
             problems += [
@@ -174,8 +180,8 @@ class TextData:
             ]
         return problems
 
-    def _open_text(self, name: str, path: Path, *, cut: bool) -> Dataset:
-        text = _shipped() if path == SHIPPED_FILE else path.read_bytes()
+    def _open_text(self, name: str, paths: list[Path], *, cut: bool) -> Dataset:
+        text = _shipped() if paths == [SHIPPED_FILE] else b"\f".join(path.read_bytes() for path in paths)
         tokenizer = ByteTokenizer()
         tokens = tokenizer.documents(text)
         return self._cut(
@@ -197,11 +203,8 @@ class TextData:
         tokens: Any = files[0].tokens if len(files) == 1 else Joined([file.tokens for file in files])
         vocab_size = self.vocab_size or told.get("vocab_size")
         if vocab_size is not None:
-            largest = max((int(block.max()) for block in blocks(tokens)), default=-1)
-            if largest >= vocab_size:
-                raise ValueError(
-                    f"data: {name}: expected ids below vocab_size={vocab_size}, got {largest} ({kinds[0]})"
-                )
+            ends = [(int(block.min()), int(block.max())) for block in blocks(tokens) if len(block)]
+            raise_all(ids_problems(ends, vocab_size, where=f"{name} ({kinds[0]}): "))
         return self._cut(
             name,
             tokens,
@@ -262,12 +265,32 @@ def _join_edges(files: list[TokenFile]) -> np.ndarray | None:
     return np.concatenate(found)
 
 
-def _manifest(path: Path) -> dict[str, Any]:
-    """What ``prepare`` said of a file of ids: its dtype, vocabulary and tokenizer."""
+TOLD = {"dtype": str, "vocab_size": int, "tokenizer": str, "ignored": int}  # what is read of a manifest
+
+
+def _manifest(paths: list[Path], *, dtype: str | None) -> tuple[dict[str, Any], list[str]]:
+    """What ``prepare`` said of files of ids, if it said the same of all, and what is wrong with it."""
+    said = [_told(path.with_suffix(".json")) for path in paths]
+    problems = [
+        f"dtype: expected {told['dtype']} ({path.with_suffix('.json')}), got {dtype}"
+        for path, told in zip(paths, said, strict=True)
+        if dtype is not None and told.get("dtype", dtype) != dtype
+    ]
+    for path, told in zip(paths, said, strict=True):
+        for key in TOLD if said[0] and told else ():
+            if told.get(key) != said[0].get(key):
+                first = f"{said[0].get(key)} ({paths[0].with_suffix('.json')})"
+                problems.append(f"path: expected {key} {first}, got {told.get(key)} ({path.with_suffix('.json')})")
+    return said[0] if all(said) else {}, problems
+
+
+def _told(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.with_suffix(".json").read_text())
-    except (OSError, ValueError):
+        told = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError):
         return {}
+    told = told if isinstance(told, dict) else {}
+    return {key: told[key] for key, kind in TOLD.items() if type(told.get(key)) is kind}
 
 
 def _path_problems(path: Path) -> list[str]:

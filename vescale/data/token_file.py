@@ -12,14 +12,17 @@ Edges are element offsets: of n documents the n beginnings and the end. ``t.docs
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
 import struct
+from array import array as flat_array
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -28,6 +31,7 @@ FORMATS = ("raw", "llmc", "megatron")
 # By the first int32 of a .bin's header: its version and dtype (karpathy/llm.c, dev/data/data_common.py, 16635d41).
 LLMC = {20240520: (1, "uint16"), 20240801: (7, "uint32")}
 LLMC_HEADER = 1024  # bytes
+MOST = 2**31 - 1  # tokens that llm.c's header can count, and Megatron's index of one document
 # NVIDIA/Megatron-LM, megatron/core/datasets/indexed_dataset.py: magic, version and the codes of dtypes. It has no
 # uint32, so ids beyond 65535 are int32 there.
 MEGATRON, MEGATRON_VERSION = b"MMIDIDX\x00\x00", 1
@@ -97,22 +101,30 @@ class Joined:
 
 
 def files_of(pattern: str) -> tuple[list[Path], list[str]]:
-    """Returns the files that a path or a pattern names, in order, and what is wrong with them.
+    """Returns the files that a path or a pattern of names stands for, in order, and what is wrong with them.
 
-    Files of a pattern that are numbered must have every number in between: a missing shard is no smaller data set.
+    Numbers in names are ordered as numbers. Where names differ in a number alone, every one in between must be there: a
+    missing shard is no smaller data set.
     """
-    path = Path(pattern).expanduser()
-    if not any(letter in pattern for letter in "*?["):
+    path = Path(os.path.expanduser(pattern))
+    if path.is_file() or not any(letter in path.name for letter in "*?["):
         return [path], []
-    found = sorted(file for file in path.parent.glob(path.name) if file.is_file())
+    found = sorted((file for file in path.parent.glob(path.name) if file.is_file()), key=_numbered)
     if not found:
         return [], [f"path: no file is named like {pattern!r} (looked in {path.parent.absolute()})"]
     problems = []
-    for file, following in zip(found, found[1:], strict=False):
-        one, other = (re.findall(r"\d+", path.stem)[-1:] for path in (file, following))
-        if one and other and int(other[0]) - int(one[0]) > 1:
-            problems.append(f"path: the shard after {file} is missing: number {int(one[0]) + 1} of {pattern!r}")
+    for file, following in pairwise(found):
+        (one, other), gap = (_numbered(file), _numbered(following)), []
+        if len(one) == len(other):
+            gap = [(a, b) for a, b in zip(one, other, strict=True) if a != b]
+        if len(gap) == 1 and isinstance(gap[0][0], int) and gap[0][1] - gap[0][0] > 1:
+            problems.append(f"path: the shard after {file} is missing: number {gap[0][0] + 1} of {pattern!r}")
     return found, problems
+
+
+def _numbered(path: Path) -> list[Any]:
+    """The name of a file as words and numbers by turns."""
+    return [int(word) if word.isdecimal() else word for word in re.split(r"(\d+)", path.stem)]
 
 
 def open_tokens(path: Path, *, dtype: str | None) -> tuple[TokenFile | None, list[str]]:
@@ -126,7 +138,7 @@ def open_tokens(path: Path, *, dtype: str | None) -> tuple[TokenFile | None, lis
     if index.is_file():
         return _open_megatron(path, index, dtype=dtype)
     name, header, problems = _bin_format(path, dtype=dtype)
-    if problems or name not in DTYPES:
+    if problems:
         return None, problems
     tokens = _map(path, DTYPES[name], header=header)
     edges, wrong = _edges(path.with_suffix(".docs"), len(tokens))
@@ -139,16 +151,20 @@ def _bin_format(path: Path, *, dtype: str | None) -> tuple[str, int, list[str]]:
     with path.open("rb") as file:
         magic, version, count = struct.unpack("<3i", file.read(12).ljust(12, b"\0"))
     problems, header = [], 0
-    if magic in LLMC and LLMC[magic][0] == version and size >= LLMC_HEADER:
-        header, found = LLMC_HEADER, LLMC[magic][1]
+    if magic in LLMC and size >= LLMC_HEADER:
+        header, (known, found) = LLMC_HEADER, LLMC[magic]
+        if version != known:
+            problems.append(f"path: the header of {path} is llm.c's: expected its version {known}, got {version}")
         if dtype not in (None, found):
             problems.append(f"dtype: expected {found} (the header of {path}), got {dtype}")
         if size != header + count * np.dtype(found).itemsize:
             problems.append(f"path: the header of {path} says {count} tokens of {found}, not {size} bytes in all")
         dtype = found
     elif dtype is None:
-        problems.append(f"dtype: {path} has no header that says it; give uint16 or uint32")
-    elif dtype in DTYPES and size % (width := np.dtype(dtype).itemsize):
+        problems.append(f"dtype: {path} has no header that says it; give {' or '.join(DTYPES)}")
+    elif dtype not in DTYPES:
+        problems.append(f"dtype: expected {' or '.join(DTYPES)} ({path}), got {dtype!r}")
+    elif size % (width := np.dtype(dtype).itemsize):
         problems.append(f"path: {path}: expected a multiple of {width} bytes ({dtype}), got {size}")
     return dtype or "", header, problems
 
@@ -186,9 +202,13 @@ def _open_megatron(path: Path, index: Path, *, dtype: str | None) -> tuple[Token
     edges = np.concatenate([[0], np.cumsum(lengths)])
     if path.stat().st_size != edges[-1] * kind.itemsize or not np.array_equal(places, edges[:-1] * kind.itemsize):
         return None, [f"path: {index}: its {edges[-1]} ids of {kind} do not lie end to end in {path}"]
+    steps = np.diff(np.concatenate([[0], firsts, [sequences]]))
+    if (lengths < 0).any() or (steps < 0).any():
+        return None, [f"path: {index}: expected documents that follow each other in its {sequences} sequences"]
     if dtype not in (None, kind.name):
         return None, [f"dtype: expected {kind.name} ({index}), got {dtype}"]
-    return TokenFile(_map(path, MEGATRON_DTYPES[code]), np.unique(np.append(edges[firsts], edges[-1])), kind.name), []
+    documents_at = np.unique(np.concatenate([[0], edges[firsts], edges[-1:]]))
+    return TokenFile(_map(path, MEGATRON_DTYPES[code]), documents_at, kind.name), []
 
 
 def output_problems(path: Path, layout: str) -> list[str]:
@@ -202,6 +222,8 @@ def output_problems(path: Path, layout: str) -> list[str]:
 class TokenWriter:
     """Writes documents to a new file, which has its name once it is whole: on ``close``, or at the end of a context.
 
+    What had the name before stays until then.
+
     Args:
         path: A ``.bin``.
         layout: ``raw``, ``llmc`` or ``megatron``.
@@ -212,14 +234,17 @@ class TokenWriter:
     """
 
     count: int  # ids written
+    lengths: flat_array[int]  # of the documents: 8 bytes each, where a list would take 40
 
     def __init__(self, path: Path, *, layout: str = "raw", vocab_size: int) -> None:
         if problems := output_problems(path, layout):
             raise ValueError("; ".join(problems))
-        self.path, self.layout, self.count = path, layout, 0
+        self.path, self.layout, self.vocab_size, self.count, self.lengths = path, layout, vocab_size, 0, flat_array("q")
         self.dtype = "<u2" if vocab_size <= 2**16 else "<i4" if layout == "megatron" else "<u4"
-        self.lengths: list[int] = []
-        self._partial = path.with_name(path.name + ".partial")
+        self._beside, self._other = path.with_suffix(".docs"), path.with_suffix(".idx")
+        if layout == "megatron":
+            self._beside, self._other = self._other, self._beside
+        self._partial, self._edges = (of.with_name(of.name + ".partial") for of in (path, self._beside))
         self._file = self._partial.open("wb")
         if layout == "llmc":
             self._file.write(bytes(LLMC_HEADER))
@@ -233,35 +258,64 @@ class TokenWriter:
         if kind is None:
             self.close()
         else:
-            self._file.close()
-            self._partial.unlink(missing_ok=True)
+            self._abandon()
 
     def add(self, ids: np.ndarray) -> None:
-        """Appends a document."""
+        """Appends a document.
+
+        Raises:
+            ValueError: An id is not in the vocabulary, or the layout cannot count so many.
+        """
         self.add_many(ids, [len(ids)])
 
     def add_many(self, ids: np.ndarray, lengths: Sequence[int]) -> None:
-        """Appends documents that lie end to end in ``ids``."""
-        self._file.write(ids.astype(self.dtype).tobytes())
-        self.lengths += [int(length) for length in lengths]
+        """Appends documents that lie end to end in ``ids``; raises as ``add``."""
+        low, high = (int(ids.min()), int(ids.max())) if len(ids) else (0, 0)
+        if low < 0 or high >= self.vocab_size:
+            wrong = low if low < 0 else high
+            raise ValueError(f"{self.path}: expected ids in [0, {self.vocab_size}), the vocabulary, got {wrong}")
+        longest = {"llmc": self.count + len(ids), "megatron": max(lengths, default=0)}.get(self.layout, 0)
+        if longest > MOST:
+            what = "tokens in a file" if self.layout == "llmc" else "tokens in a document"
+            raise ValueError(
+                f"{self.path}: {self.layout} counts at most {MOST:,} {what}, got {longest:,}; raw has room"
+            )
+        self._file.write(np.ascontiguousarray(ids, self.dtype).data)
+        self.lengths.extend(map(int, lengths))
         self.count += len(ids)
 
     def close(self) -> None:
         """Completes the header or index, waits for the disk and gives the files their names."""
+        try:
+            self._complete()
+        except BaseException:
+            self._abandon()
+            raise
+        for old in (self.path, self._beside, self._other):  # at no time is one beside another's
+            old.unlink(missing_ok=True)
+        self._edges.replace(self._beside)
+        self._partial.replace(self.path)
+
+    def _complete(self) -> None:
         edges = np.concatenate([[0], np.cumsum(np.array(self.lengths, np.int64))]).astype("<i8")
         if self.layout == "llmc":
             magic = next(magic for magic, (_, name) in LLMC.items() if DTYPES[name] == self.dtype)
             self._file.seek(0)
             self._file.write(struct.pack("<3i", magic, LLMC[magic][0], self.count))
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        beside, other = self.path.with_suffix(".docs"), self.path.with_suffix(".idx")
-        if self.layout == "megatron":
-            beside, other = other, beside
-        other.unlink(missing_ok=True)  # of a file of another layout that had this name
-        beside.write_bytes(self._index(edges) if self.layout == "megatron" else edges.tobytes())
-        self._partial.replace(self.path)
+        with self._file as file:
+            file.flush()
+            os.fsync(file.fileno())
+        with self._edges.open("wb") as file:
+            file.write(self._index(edges) if self.layout == "megatron" else edges.tobytes())
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _abandon(self) -> None:
+        """Leaves nothing of what was written."""
+        with contextlib.suppress(OSError):  # a full disk does not take what is still in memory
+            self._file.close()
+        for file in (self._partial, self._edges):
+            file.unlink(missing_ok=True)
 
     def _index(self, edges: np.ndarray) -> bytes:
         width = np.dtype(self.dtype).itemsize

@@ -60,8 +60,9 @@ class ByteTokenizer:
 
     def encode_documents(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
         """Returns ``(n,) uint16`` for each text: bos, its bytes and eos; bytes that are no text are tokens too."""
+        bos, eos = np.array([self.bos], np.uint16), np.array([self.eos], np.uint16)
         found = [np.frombuffer(text.encode() if isinstance(text, str) else text, np.uint8) for text in texts]
-        return [np.concatenate([[self.bos], ids, [self.eos]]).astype(np.uint16) for ids in found]
+        return [np.concatenate([bos, ids, eos]) for ids in found]
 
 
 class JsonTokenizer:
@@ -87,8 +88,10 @@ class JsonTokenizer:
             self._tokenizer: Any = tokenizers.Tokenizer.from_buffer(data)
         except Exception as problem:  # whatever it raises, of an unnamed kind
             raise ValueError(f"tokenizer: {str(path)!r} is no tokenizer.json: {problem}") from None
+        self._tokenizer.no_truncation()  # a file may cut texts to a model's length, and fill them up to one
+        self._tokenizer.no_padding()
         self.name = f"tokenizer-sha256:{hashlib.sha256(data).hexdigest()}"
-        self.vocab_size = self._tokenizer.get_vocab_size()
+        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         known = [token for token in ([eos] if eos else self.USUAL) if self._tokenizer.token_to_id(token) is not None]
         if eos and not known:
             raise ValueError(f"tokenizer: {str(path)!r} has no token {eos!r} to end documents with")
@@ -102,5 +105,11 @@ class JsonTokenizer:
 
 
 def tokenizer_of(name: str, *, eos: str | None = None) -> Tokenizer:
-    """Returns the byte tokenizer for ``bytes``, else that of the tokenizer.json at ``name``."""
+    """Returns the byte tokenizer for ``bytes``, else that of the tokenizer.json at ``name``.
+
+    Raises:
+        ValueError: As ``JsonTokenizer``, and for an ``eos`` of bytes, whose documents have an end of their own.
+    """
+    if name == "bytes" and eos is not None:
+        raise ValueError(f"eos: only a tokenizer.json takes it; bytes end a document with {ByteTokenizer.eos}")
     return ByteTokenizer() if name == "bytes" else JsonTokenizer(name, eos=eos)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,10 +18,11 @@ import pyarrow
 import pytest
 import tokenizers
 from pyarrow import parquet
+from waiting import wait_for
 
-from vescale.data import ByteTokenizer, TextData
+from vescale.data import ByteTokenizer, JsonTokenizer, TextData
 from vescale.data.__main__ import main
-from vescale.data.prepare import Piece, Work, _do, _join, documents, pieces, prepare
+from vescale.data.prepare import Piece, Work, _alone, _begin, _do, _join, documents, pieces, prepare
 
 LINES = ["first", "zweiter \u00fc", "", "a\nline", "x" * 200]
 
@@ -145,8 +148,20 @@ def test_a_stopped_run_goes_on_from_its_pieces_and_other_work_is_refused(
         prepare(work, workers=1)
     (folder / "000001.bin").unlink()  # it had not come to this one
     before = (folder / "000000.bin").stat().st_mtime_ns
-    with pytest.raises(ValueError, match="t.bin.pieces holds pieces of other inputs or another tokenizer"):
-        prepare(Work(inputs=inputs[:1], out=str(out)), workers=1)
+    for other, said in (
+        (Work(inputs=inputs[:1], out=str(out)), "t.bin.pieces holds pieces of other work: of other inputs; remove it"),
+        (Work(inputs=inputs, out=str(out), key="body"), "of other work: key was text, now body; remove it"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            prepare(other, workers=1)
+    with pytest.MonkeyPatch.context() as changed, pytest.raises(ValueError, match="b.jsonl was changed, piece was"):
+        changed.setattr("vescale.data.prepare.PIECE", 99)
+        times = Path(inputs[1]).stat()
+        os.utime(inputs[1], (0, 0))
+        try:
+            prepare(work, workers=1)
+        finally:
+            os.utime(inputs[1], ns=(times.st_atime_ns, times.st_mtime_ns))
     seen: list[int] = []
     with monkeypatch.context() as kept:
         kept.setattr(
@@ -155,6 +170,46 @@ def test_a_stopped_run_goes_on_from_its_pieces_and_other_work_is_refused(
         prepare(work, workers=1)
     assert seen == [before]
     assert np.fromfile(out, "<u2").tolist() == _expected()
+
+
+def test_a_mistake_is_mended_without_removing_anything(tmp_path: Path, capsys: Any) -> None:
+    file, out = tmp_path / "t.jsonl", tmp_path / "t.bin"
+    file.write_text('{"body": "a"}\n')
+    words = ["prepare", str(file), "--out", str(out), "--workers", "1"]
+    assert main(words) == 2 and "with the key 'text'" in capsys.readouterr().err
+    assert main([*words, "--key", "body"]) == 0
+    assert np.fromfile(out, "<u2").tolist() == [256, 97, 257]
+
+
+def test_two_at_the_same_work_do_not_meet(inputs: tuple[str, ...], tmp_path: Path) -> None:
+    folder = tmp_path / "t.bin.pieces"
+    folder.mkdir()
+    with _alone(folder), pytest.raises(ValueError, match="t.bin.pieces: another process is at this work"):
+        prepare(Work(inputs=inputs, out=str(tmp_path / "t.bin")), workers=1)
+
+
+def test_a_file_of_something_else_is_not_written_over(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a")
+    _tokenizer(tmp_path / "bpe.json")
+    work = {"inputs": (str(tmp_path / "a.txt"),), "tokenizer": str(tmp_path / "bpe.json")}
+    with pytest.raises(ValueError, match=r"out: '\S+bpe.json', which is to say what is in .*, is a file of something"):
+        prepare(Work(**work, out=str(tmp_path / "bpe.bin")), workers=1)  # type: ignore[arg-type]
+    for _ in range(2):  # its own file is written over
+        prepare(Work(**work, out=str(tmp_path / "t.bin")), workers=1)  # type: ignore[arg-type]
+
+
+def test_a_worker_ends_with_the_process_that_started_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    sentinel, starter = os.pipe()
+    codes: list[int] = []
+    monkeypatch.setattr("multiprocessing.parent_process", lambda: SimpleNamespace(sentinel=sentinel))
+    monkeypatch.setattr("os._exit", codes.append)
+    monkeypatch.setattr("signal.signal", lambda *args: None)
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
+    _begin()
+    assert not codes
+    os.close(starter)  # as the kernel does when a process ends
+    assert wait_for(lambda: codes == [1])
+    os.close(sentinel)
 
 
 def _tokenizer(path: Path) -> Any:
@@ -182,6 +237,21 @@ def test_any_tokenizer_json_will_do(inputs: tuple[str, ...], tmp_path: Path) -> 
     assert facts["tokenizer"].startswith("tokenizer-sha256:") == data.tokenizer_name.startswith("tokenizer-sha256:")
 
 
+def test_a_tokenizers_file_may_not_cut_documents_nor_hide_its_last_ids(tmp_path: Path) -> None:
+    tokenizer = _tokenizer(tmp_path / "t.json")
+    tokenizer.enable_truncation(max_length=3)
+    tokenizer.enable_padding(length=7, pad_id=5)
+    told = json.loads(tokenizer.to_str())
+    told["model"]["vocab"]["far"] = 70_000  # ids with a hole: the number of tokens is no bound
+    (tmp_path / "t.json").write_text(json.dumps(told))
+    text = "a document of some length"
+    found = JsonTokenizer(tmp_path / "t.json")
+    assert found.vocab_size == 70_001
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    assert found.encode_documents([text, "b"])[0].tolist()[:-1] == tokenizer.encode(text).ids
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -195,6 +265,9 @@ def test_any_tokenizer_json_will_do(inputs: tuple[str, ...], tmp_path: Path) -> 
         (["latin.txt", "--tokenizer", "tokenizer.json"], "latin.txt, byte 5: expected UTF-8, got b'\\xe9'"),
         (["empty.txt", "empty.jsonl"], "no document in empty.txt, empty.jsonl; nothing was written"),
         (["a.parquet"], "a.parquet: is no parquet file"),
+        (["deep.jsonl"], "deep.jsonl, byte 0: expected a JSON object with the key 'text': RecursionError"),
+        (["a.txt", "link.txt"], "'link.txt' is given twice"),
+        (["a.txt", "--eos", "x"], "eos: only a tokenizer.json takes it; bytes end a document with 257"),
         (["a.txt", "--out", "t.txt"], "data: out: expected a file that ends in .bin, got 't.txt'\n"),
         (["a.txt", "--workers", "0"], "workers: expected a number > 0, got 0"),
         (["a.txt", "--tokenizer", "none.json"], "'none.json' is no tokenizer.json"),
@@ -215,6 +288,8 @@ def test_what_cannot_be_prepared_is_one_line(
     (tmp_path / "empty.txt").write_text("\f\f")
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "a.parquet").write_text("a")
+    (tmp_path / "deep.jsonl").write_text("[" * 100_000)
+    (tmp_path / "link.txt").symlink_to("a.txt")
     _tokenizer(tmp_path / "tokenizer.json")
     assert main(["prepare", "--out", "t.bin", "--workers", "1", *words]) == 2
     line = capsys.readouterr().err

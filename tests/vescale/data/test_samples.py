@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 from collections import Counter
@@ -106,8 +107,34 @@ def test_a_mixture_validates_on_its_parts_and_knows_its_data(tmp_path: Path) -> 
         (tmp_path / "a.txt").write_text("z" * 3000)
         parts = {name: Part(weight=1, data=part.data) for name, part in data.source.parts.items()}
         Mixture(parts=parts, seed=3).open().check(saved)
-    with pytest.raises(ValueError, match="parts.b.weight: expected > 0, got 0"):
-        _mixture(tmp_path, a=1, b=0).open()
+
+
+@pytest.mark.parametrize(
+    ("weights", "said"),
+    [
+        ({"a": 1, "b": 0}, "parts.b.weight: expected a number > 0, got 0"),
+        ({"a": float("nan"), "b": -1}, "parts.a.weight: expected a number > 0, got nan; parts.b.weight: .* got -1"),
+        ({"a": float("inf")}, "parts.a.weight: expected a number > 0, got inf"),
+        ({"a": 1e308, "b": 1e308}, "expected weights that have a sum"),
+    ],
+)
+def test_weights_that_share_nothing_out_are_refused(tmp_path: Path, weights: dict[str, float], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        _mixture(tmp_path, **weights).open()
+
+
+def test_a_mixture_of_more_parts_than_samples_in_a_block_is_refused(tmp_path: Path) -> None:
+    part = Part(weight=1, data=TextData(path="gone.txt"))
+    with pytest.raises(ValueError, match="parts: expected at most 1024, got 1025"):
+        Mixture(parts={str(i): part for i in range(BLOCK + 1)}).open()
+
+
+def test_the_named_sets_of_a_part_are_validated_on_too(tmp_path: Path) -> None:
+    path, other = _text(tmp_path, "t.txt", "a" * 400), _text(tmp_path, "o.txt", "b" * 100)
+    held = TextData(path=path, seq_len=8, validation={"o": other})
+    parts = {"x": Part(weight=3, data=held), "y": Part(weight=1, data=dataclasses.replace(held, val_fraction=0))}
+    sets = Mixture(parts=parts).open().validations
+    assert [(name, share) for name, (_, share) in sets.items()] == [("x", 0.75), ("x/o", 0), ("y/o", 0.25)]
 
 
 @pytest.mark.parametrize("weights", [[1], [1, 1, 1], [1e-9, 1], [0.1] * 10, [5, 3, 2, 0.001]])
