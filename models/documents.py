@@ -19,12 +19,12 @@ class Sequences(NamedTuple):
     """Which sequence each token is of, a row of the batch or a packed document.
 
     Args:
-        index: (tokens,) int64.
-        count: Of the sequences, empty ones included.
+        of_token: (tokens,) int64.
+        number: Of the sequences, empty ones included.
     """
 
-    index: torch.Tensor
-    count: int
+    of_token: torch.Tensor
+    number: int
 
 
 def rows(num_rows: int, num_tokens: int, device: torch.device) -> Sequences:
