@@ -29,7 +29,7 @@ class Sequences(NamedTuple):
 
 def rows(num_rows: int, num_tokens: int, device: torch.device) -> Sequences:
     """Returns the rows of a batch as its sequences, ``num_tokens`` each."""
-    return Sequences(torch.arange(num_rows, device=device).repeat_interleave(num_tokens), num_rows)
+    return Sequences(torch.arange(num_rows * num_tokens, device=device) // num_tokens, num_rows)
 
 
 def places(
