@@ -17,7 +17,7 @@ class SparseConfig(CausalLMConfig):
     Args:
         num_experts_per_tok: Experts that a token goes through.
         router_aux_loss_coef: Weight of the balancing loss, the mean over the layers of ``E sum_e f_e P_e`` (arXiv
-            2101.03961, equations 4-6), beside a token's loss; 0: none.
+            2101.03961, equations 4-6) of each sequence, beside a token's loss; 0: none.
         force_balance: Deal the tokens out evenly instead of routing them, for measuring speed.
 
     The other arguments, and what is raised, are ``CausalLMConfig``'s.
@@ -46,6 +46,7 @@ class SparseConfig(CausalLMConfig):
             num_experts=num_experts,
             shared=shared,
             clamped=clamped,
+            balanced=self.router_aux_loss_coef > 0,
         )
 
     def num_sparse_layers(self) -> int:
