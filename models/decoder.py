@@ -311,7 +311,7 @@ class Decoder(nn.Module):
         mask_of = partial(causal_mask, len(positions), documents=documents, sinks=config.has_sinks, device=device)
         masks = {window: mask_of(window=window) for window in set(windows)}
         if documents is None or offsets is None:
-            sequences = rows(*input_ids.shape, device)
+            sequences = rows(input_ids.shape[0], input_ids.shape[1], device)
         else:
             sequences = Sequences(documents, len(offsets) - 1)
         balance = torch.zeros((), device=device)

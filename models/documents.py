@@ -19,17 +19,17 @@ class Sequences(NamedTuple):
     """Which sequence each token is of, a row of the batch or a packed document.
 
     Args:
-        index: (tokens,) int64.
-        count: Of the sequences, empty ones included.
+        of_token: (tokens,) int64.
+        number: Of the sequences, empty ones included.
     """
 
-    index: torch.Tensor
-    count: int
+    of_token: torch.Tensor
+    number: int
 
 
 def rows(num_rows: int, num_tokens: int, device: torch.device) -> Sequences:
     """Returns the rows of a batch as its sequences, ``num_tokens`` each."""
-    return Sequences(torch.arange(num_rows, device=device).repeat_interleave(num_tokens), num_rows)
+    return Sequences(torch.arange(num_rows * num_tokens, device=device) // num_tokens, num_rows)
 
 
 def places(

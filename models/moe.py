@@ -179,12 +179,12 @@ class Router(nn.Module):
         micro-batches and ranks.
         """
         num_experts = choice.shares.shape[1]
-        at = (sequences.index[:, None] * num_experts + choice.chosen).flatten()
-        counts = at.new_zeros(sequences.count * num_experts).scatter_add_(0, at, torch.ones_like(at))
+        at = (sequences.of_token[:, None] * num_experts + choice.chosen).flatten()
+        counts = at.new_zeros(sequences.number * num_experts).scatter_add_(0, at, torch.ones_like(at))
         counts = counts.view(-1, num_experts)
         chosen = counts * (self.k / counts.sum(dim=1, keepdim=True).clamp(min=1))  # f_e
         # Token by token, so that nothing is summed in an order that a device chooses: f_e has no gradient.
-        return (chosen[sequences.index] * choice.shares).sum() * (num_experts * self.aux_coef)
+        return (chosen[sequences.of_token] * choice.shares).sum() * (num_experts * self.aux_coef)
 
     @torch.no_grad()
     def correct(self, counted: torch.Tensor, *, skip: torch.Tensor | None = None) -> None:
