@@ -348,13 +348,13 @@ def _join(work: Work, folder: Path, todo: Sequence[Piece]) -> dict[str, Any]:
         shutil.rmtree(folder)
         raise ValueError(f"no document in {', '.join(work.inputs)}; nothing was written")
     kind, about = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32", out.with_suffix(".json")
-    about.unlink(missing_ok=True)  # of what had this name before
     with TokenWriter(out, layout=work.layout, vocab_size=tokenizer.vocab_size) as writer:
         for piece in todo:
             file, problems = open_tokens(folder / f"{piece.index:06}.bin", dtype=kind)
             raise_all(problems)
             assert file is not None and file.documents is not None
             writer.add_many(np.asarray(file.tokens), np.diff(file.documents).tolist())
+        about.unlink(missing_ok=True)  # of what had this name before, and is replaced now
     file, problems = open_tokens(out, dtype=kind if work.layout == "raw" else None)
     raise_all(problems)
     assert file is not None

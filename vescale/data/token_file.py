@@ -114,11 +114,10 @@ def files_of(pattern: str) -> tuple[list[Path], list[str]]:
         return [], [f"path: no file is named like {pattern!r} (looked in {path.parent.absolute()})"]
     problems = []
     for file, following in pairwise(found):
-        (one, other), gap = (_numbered(file), _numbered(following)), []
-        if len(one) == len(other):
-            gap = [(a, b) for a, b in zip(one, other, strict=True) if a != b]
-        if len(gap) == 1 and isinstance(gap[0][0], int) and gap[0][1] - gap[0][0] > 1:
-            problems.append(f"path: the shard after {file} is missing: number {gap[0][0] + 1} of {pattern!r}")
+        one, other = _numbered(file), _numbered(following)
+        (low, high), *more = [pair for pair in zip(one, other, strict=False) if pair[0] != pair[1]] or [(0, 0)]
+        if len(one) == len(other) and not more and isinstance(low, int) and high - low > 1:
+            problems.append(f"path: the shard after {file} is missing: number {low + 1} of {pattern!r}")
     return found, problems
 
 
