@@ -68,7 +68,7 @@ LEVELS = (
     {"trainer", "machine", "pipeline", "live"},
     {"blueprint", "uneven"},
     {"memory", "traffic", "simulate", "advice"},
-    {"forecast", "tables", "shortage"},
+    {"optimizer_step", "forecast", "comparison", "tables", "shortage"},
     {"train", "report", "export", "torchrun"},
     {"plan"},
 )

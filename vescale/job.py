@@ -72,7 +72,7 @@ class TrainerConfig:
         clip_policy: Which gradients are scaled: "all", "non_matrix" (those of rules without blocks) or "none".
         seed: Of the weights.
         device: "cpu", "cuda", or "auto": cuda where there is one.
-        log_every: Steps between two log lines.
+        log_every: Steps between two log lines; the first step has one too.
         eval_every: Steps between two looks at the validation split; the end of the run is always one.
         eval_sequences: Validation sequences per look; None: all.
         save_every: Steps between two checkpoints; the end of the run is always one.

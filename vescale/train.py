@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vescale.keys import SPREADING, WATCHING, among, flat
-from vescale.resolve import choices, resolve
+from vescale.resolve import Refused, choices, resolve
 
 if TYPE_CHECKING:
     from vescale.trainer import Trainer
@@ -41,6 +41,7 @@ class Point(NamedTuple):
     config: dict[str, Any]
     overrides: list[str]
     options: list[str]
+    follows: dict[str, str]  # keys whose values are taken from another key, with that key
 
 
 # --- composition: the only use of Hydra ---
@@ -138,7 +139,14 @@ def _point(config: Any, settings: Any) -> Point:  # OmegaConf's containers
     plain = typing.cast(dict[str, Any], OmegaConf.to_container(config, resolve=True, throw_on_missing=True))
     overrides = list(settings.overrides.task)
     _name_run(plain, settings.runtime.choices.get("recipe"), overrides)
-    return Point(plain, overrides, _options(settings))
+    written = flat(typing.cast(dict[str, Any], OmegaConf.to_container(config)))
+    return Point(plain, overrides, _options(settings), _followed(written))
+
+
+def _followed(written: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the keys that take their values from another, `${trainer.steps}` or `${part:${trainer.steps},0.04}`."""
+    found = {key: re.search(r"\$\{([\w.]+)\}", value) for key, value in written.items() if isinstance(value, str)}
+    return {key: source[1] for key, source in found.items() if source}
 
 
 @contextmanager
@@ -197,7 +205,8 @@ def _explain(problem: Exception) -> str:
 
     if isinstance(problem, MissingConfigException) and problem.options:
         group, _, name = str(problem.missing_cfg_file).rpartition("/")
-        return f"unknown {group} {name!r}: {choices(name, problem.options)}"
+        own = f"your own {group}/{name}.yaml is found with --config-dir FOLDER"
+        return f"unknown {group} {name!r}: {choices(name, problem.options)} ({own})"
     cause = problem.__cause__ if isinstance(problem.__cause__, (ConfigAttributeError, ConfigKeyError)) else problem
     if isinstance(cause, (ConfigAttributeError, ConfigKeyError)) and isinstance(cause.parent_node, DictConfig):
         keys = [str(key) for key in cause.parent_node if key not in ("hydra", "_target_")]
@@ -345,7 +354,7 @@ def _run(argv: Sequence[str]) -> int:
         found = points(words)
         if len(found) > 1 or {"-m", "--multirun"} & {*words}:
             return sweep(found)
-        trainer = _checked(found[0].config) if found else None  # Hydra printed what was asked for
+        trainer = _checked(found[0]) if found else None  # Hydra printed what was asked for
     except (ValueError, OSError, NotImplementedError) as problem:
         return _refuse(problem)
     return 0 if trainer is None or CHECK in argv else _train(trainer)
@@ -388,11 +397,15 @@ def _is_of_another_rank(problem: RuntimeError) -> bool:
     return any(word in str(problem) for word in words)
 
 
-def _checked(config: dict[str, Any]) -> Trainer | None:
+def _checked(point: Point) -> Trainer | None:
     """Returns a trainer that may run, or None after a dry run has printed its plan."""
     from vescale.mesh import world_size
 
-    world, trainer = world_size(), prepare(config)
+    world, config = world_size(), point.config
+    try:
+        trainer = prepare(config)
+    except Refused as problem:
+        raise problem.at_the_source(point.follows) from None
     if config["dry_run"]:
         print(describe(trainer, config["world_size"] or world))
         return None
@@ -418,7 +431,7 @@ def describe(trainer: Trainer, world: int) -> str:
     seq_len = trainer.data_config.seq_len
     total, flops = trainer.model_config.num_parameters(), trainer.model_config.flops_per_token(seq_len)
     size = f"{total:,} parameters, {flops:.4g} FLOPs per token at {seq_len} tokens, {world} rank{'s' * (world > 1)}"
-    blueprint = Blueprint(trainer, trainer.parallelism.shard_ranks(world) if trainer.parallelism.zero else 1)
+    blueprint = Blueprint.of_job(trainer, world)
     clip = trainer.logit_clip
     logits = "" if clip is None else f", {4 * watched_heads(clip, trainer.model):,} of largest logits"
     return f"{trainer.routing}\n{size}\n{blueprint.held()}{logits}\n{blueprint.describe()}"

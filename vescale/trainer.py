@@ -468,7 +468,7 @@ class Trainer:
         """Logs, evaluates and saves when it is time to; after the last step, ``_finish`` evaluates and saves."""
         if self._due(self.config.gc_every):
             self.garbage.collect()
-        if self._due(self.config.log_every):
+        if self.step == 1 or self._due(self.config.log_every):
             self._settle()
             self._log(loss, norm)
         evaluates, saves = self._due(self.config.eval_every), self._due(self.config.save_every)

@@ -66,6 +66,10 @@ CASES = {
         "recipe=llama_debug_muon", "world_size=16", "trainer.global_batch=32", "trainer.step_in_backward=true",
         "trainer.max_grad_norm=null", "rank=11",
     ),
+    "steps in backward, of which those of two layers are never under way at a time": (
+        "recipe=llama_debug_muon", "parallelism.zero=0", "data.seq_len=16", "trainer.step_in_backward=true",
+        "trainer.max_grad_norm=null",
+    ),
     "state in host memory": ("recipe=llama_debug_muon", "world_size=4", "optimizer.offload_state=true"),
     "8-bit Adam": ("recipe=llama_debug_adam8bit", "world_size=4", "rank=2"),
 }  # fmt: skip
@@ -73,7 +77,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_rank_does_what_the_plan_says(case: str) -> None:
-    compared = _compared(*CASES[case], *SMALL)
+    compared = _compared(*SMALL, *CASES[case])
     for what in ("parameters", "optimizer_state", "collectives", "peak"):
         assert compared[what]["agrees"], (what, compared[what])
     names = [row["collective"] for row in compared["collectives"]["seen"]]

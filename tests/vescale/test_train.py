@@ -127,6 +127,7 @@ def test_a_model_without_a_tuned_number_asks_for_one() -> None:
             "unknown recipe 'llama_debug_moun': choose from .*llama70b_muon, .* did you mean ll",
         ),
         (["optimizer=sgd"], "unknown optimizer 'sgd': choose from .*adamw, .*muon"),
+        (["optimizer=lyon"], "[(]your own optimizer/lyon.yaml is found with --config-dir FOLDER[)]$"),
         (["optimzer=adamw"], "unknown key 'optimzer': choose from .*did you mean optimizer?"),
         (
             ["optimizer.matrices.rule.lrr=1"],
@@ -290,6 +291,13 @@ def test_every_wrong_value_is_named_at_once() -> None:
             "profile: expected .* with 1 <= first <= last <= 250, the steps, got .3, 1.",
         ),
         (["trainer.memory_snapshot=3", "trainer.device=cpu"], "memory_snapshot: expected null on a cpu: CUDA alone"),
+        (["trainer.steps=abc"], "vescale.train: trainer.steps: expected int, got 'abc'$"),
+        (
+            ["trainer.steps=-5"],
+            "total_steps: expected .* got -5 [(]trainer.schedule.total_steps follows trainer.steps[)]$",
+        ),
+        (["model.vocab_size=many"], "vescale.train: model.vocab_size: expected int, got 'many'$"),
+        (["optimizer.rest.rule.lr=many"], "vescale.train: optimizer.rest.rule.lr: expected float.*, got 'many'$"),
         (["trainer.skip_non_finite=-1"], "skip_non_finite: expected a number of steps >= 0, got -1"),
         (["dry_run=maybe"], "dry_run: expected bool, got 'maybe'"),
         (["world_size=4"], "world_size: only dry_run=true takes it"),

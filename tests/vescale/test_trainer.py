@@ -69,6 +69,11 @@ def _column(run_dir: Path, key: str) -> list[float]:
     return [row[key] for row in read_metrics(run_dir / "metrics.jsonl") if key in row]
 
 
+def test_the_first_step_is_logged_too(pool: Any, tmp_path: Path) -> None:
+    pool(1).run(_train, tmp_path, steps=5, log_every=2, eval_every=100)
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl") if "loss" in row] == [1, 2, 4]
+
+
 # --- batches ---
 
 
