@@ -178,7 +178,11 @@ def fit(value: Any, hint: Any) -> Any:
     if hint is int and isinstance(value, float) and value.is_integer():
         return int(value)
     if not (value in arms if origin is typing.Literal else _is(value, origin or hint)):
-        target = f", by _target_: {hint.__module__}.{hint.__name__}" if dataclasses.is_dataclass(hint) else ""
+        target = (
+            f", by _target_: {hint.__module__}.{hint.__name__}"
+            if isinstance(hint, type) and dataclasses.is_dataclass(hint)
+            else ""
+        )
         raise TypeError(f"expected {_words(hint)}{target}, got {value!r}")
     return value
 
