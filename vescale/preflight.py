@@ -16,10 +16,7 @@ def check_folder(run_dir: Path) -> None:
     Raises:
         ValueError: In one line.
     """
-    folder = run_dir.absolute()
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    if not (there.is_dir() and os.access(there, os.W_OK)):
-        raise ValueError(f"run_dir: {run_dir} cannot be made: {there} is no folder that can be written")
+    _check_makeable("run_dir", run_dir)
 
 
 def check_weights(model_config: Any) -> None:
@@ -51,13 +48,21 @@ def check_data(data: Any, *, vocab_size: int) -> None:
 
 
 def check_export(folder: Path) -> None:
-    """Raises if there is something already where the weights are to go.
+    """Raises if there is something already where the weights are to go, or nothing can be put there.
 
     Raises:
         ValueError: In one line.
     """
     if occupied(folder):
         raise ValueError(f"trainer.export: expected a new or empty folder, got {folder}, which exists")
+    _check_makeable("trainer.export", folder)
+
+
+def _check_makeable(key: str, wanted: Path) -> None:
+    folder = wanted.absolute()
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK)) or Path("/proc") in (there, *there.parents):
+        raise ValueError(f"{key}: {wanted} cannot be made: {there} is no folder that can be written")
 
 
 def occupied(folder: Path) -> bool:

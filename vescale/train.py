@@ -209,14 +209,25 @@ def _explain(problem: Exception) -> str:
         return f"unknown {group} {name!r}: {choices(name, problem.options)} ({own})"
     cause = problem.__cause__ if isinstance(problem.__cause__, (ConfigAttributeError, ConfigKeyError)) else problem
     if isinstance(cause, (ConfigAttributeError, ConfigKeyError)) and isinstance(cause.parent_node, DictConfig):
-        keys = [str(key) for key in cause.parent_node if key not in ("hydra", "_target_")]
-        return f"unknown key {str(cause.full_key)!r}: {choices(str(cause.key), keys)}"
+        return f"unknown key {str(cause.full_key)!r}: {_known_keys(cause)}"
     if isinstance(problem, OverrideParseException):
         return f"cannot read {problem.override!r}: expected key=value, and quotes around values with ,[]{{}}()$\"'"
     if isinstance(problem, InterpolationResolutionError):
         line = str(problem).partition("\n")[0]
         return f"{problem.full_key}: {line.partition('resolving interpolation: ')[2] or line}"
     return " ".join(str(problem).split())
+
+
+def _known_keys(problem: Any) -> str:  # OmegaConf's
+    """Returns what may be set where a key is unknown, and where else there is one of that name."""
+    from omegaconf import OmegaConf
+
+    mapping, wrong = problem.parent_node, str(problem.key)
+    keys = [str(key) for key in mapping if key not in ("hydra", "_target_")]
+    known = choices(wrong, keys) if keys else f"nothing is there yet; +{problem.full_key}=... adds it"
+    everything = flat(typing.cast(dict[str, Any], OmegaConf.to_container(mapping._get_root())))
+    places = [key for key in everything if key.endswith(f".{wrong}") and not key.startswith("hydra.")]
+    return known + (f"; there is {', '.join(places[:4])}" if places else "")
 
 
 # --- the run's folder ---

@@ -128,6 +128,11 @@ def test_a_model_without_a_tuned_number_asks_for_one() -> None:
         ),
         (["optimizer=sgd"], "unknown optimizer 'sgd': choose from .*adamw, .*muon"),
         (["optimizer=lyon"], "[(]your own optimizer/lyon.yaml is found with --config-dir FOLDER[)]$"),
+        (
+            ["trainer.lr=1"],
+            "unknown key 'trainer.lr': choose from .*there is optimizer.matrices.rule.lr, optimizer.norms",
+        ),
+        (["data.validation.a=b"], r"unknown key .*: nothing is there yet; \+data.validation.a=... adds it"),
         (["optimzer=adamw"], "unknown key 'optimzer': choose from .*did you mean optimizer?"),
         (
             ["optimizer.matrices.rule.lrr=1"],
