@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -61,6 +61,17 @@ def exact(value: float | Tensor) -> float | Tensor:
 def weight(value: float | Tensor, like: Tensor) -> Any:
     """Returns ``value``, of ``exact``, as ``like.lerp`` takes it: a number, or a tensor of the dtype of ``like``."""
     return value.to(like.dtype) if isinstance(value, Tensor) else value
+
+
+def is_key(value: object, table: Container[str]) -> bool:
+    """Returns whether ``value`` is a name in ``table``; what YAML may have in a name's place cannot even be looked
+    up."""
+    return isinstance(value, str) and value in table
+
+
+def are_counts(value: object, low: int) -> bool:
+    """Returns whether ``value`` is a list of integers of at least ``low``, not an empty one."""
+    return isinstance(value, Sequence) and len(value) > 0 and all(is_count(item, low) for item in value)
 
 
 def is_count(value: object, low: int) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from optimizers.descent import descend
-from optimizers.fields import check, exact, is_beta, is_count, is_rate, within
+from optimizers.fields import are_counts, check, exact, is_beta, is_count, is_key, is_rate, within
 from optimizers.gram_newton_schulz import SAFE, gram_newton_schulz, pays
 from optimizers.kernels.grouped_newton_schulz import Matrix, grouped_newton_schulz
 from optimizers.kernels.momentum import momentum_
@@ -105,14 +105,14 @@ class Muon:
             momentum=(is_beta(self.momentum), "a number in [0, 1) or a 0-d tensor"),
             nesterov=(isinstance(self.nesterov, bool), "a bool"),
             weight_decay=(is_rate(self.weight_decay), "a number >= 0 or a 0-d tensor"),
-            coefficients=(self.coefficients in COEFFICIENTS, f"one of {sorted(COEFFICIENTS)}"),
-            adjust_lr=(self.adjust_lr in ADJUST_LR, f"one of {sorted(ADJUST_LR)}"),
+            coefficients=(is_key(self.coefficients, COEFFICIENTS), f"one of {sorted(COEFFICIENTS)}"),
+            adjust_lr=(is_key(self.adjust_lr, ADJUST_LR), f"one of {sorted(ADJUST_LR)}"),
             ns_dtype=(self.ns_dtype in dtypes, "torch.bfloat16 or torch.float32"),
             eps=(within(self.eps, math.ulp(0.0), math.inf), "a number > 0"),
             wire_dtype=(self.wire_dtype in dtypes, "torch.bfloat16 or torch.float32"),
             rows=(self.rows is None or is_count(self.rows, 1), "None or an integer >= 1"),
             split=(
-                self.split is None or (self.rows is None and all(is_count(size, 1) for size in self.split)),
+                self.split is None or (self.rows is None and are_counts(self.split, 1)),
                 "None, or integers >= 1 and no rows",
             ),
             tile=(
@@ -120,7 +120,7 @@ class Muon:
                 "None, or an integer >= 1 and neither rows nor split",
             ),
             iteration=(
-                self.iteration == "standard" or (self.iteration == "gram" and self.coefficients in SAFE),
+                self.iteration == "standard" or (self.iteration == "gram" and is_key(self.coefficients, SAFE)),
                 f"standard, or gram with coefficients of {SAFE}",
             ),
             cautious=(isinstance(self.cautious, bool), "a bool"),

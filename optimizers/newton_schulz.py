@@ -77,10 +77,13 @@ def newton_schulz(
         gain: Factor of the result. It is folded into the last row: no further pass, no further rounding.
 
     Raises:
-        ValueError: If ``x`` is neither a matrix nor a batch of them, or ``coefficients`` is not a name.
+        ValueError: If ``x`` is neither a matrix nor a batch of them, or of no float dtype, or ``coefficients`` is not a
+            name and has no row.
     """
     if x.ndim not in (2, 3):
         raise ValueError(f"newton_schulz: expected shape (m, n) or (B, m, n), got {tuple(x.shape)}")
+    if not x.is_floating_point():
+        raise ValueError(f"newton_schulz: expected a matrix of a float dtype, got {x.dtype}")
     *rows, (a, b, c) = _rows(coefficients)
     if x.numel() == 0:
         return torch.empty(x.shape, dtype=dtype, device=x.device)
@@ -113,9 +116,9 @@ def multiplies_bf16() -> bool:
 
 def _rows(coefficients: str | Sequence[Row]) -> Sequence[Row]:
     """Returns the rows of a name, or the rows given."""
-    if not isinstance(coefficients, str):
+    if not isinstance(coefficients, str) and len(coefficients):
         return coefficients
-    if coefficients not in COEFFICIENTS:
+    if not isinstance(coefficients, str) or coefficients not in COEFFICIENTS:
         raise ValueError(f"newton_schulz: expected coefficients from {sorted(COEFFICIENTS)}, got {coefficients!r}")
     return COEFFICIENTS[coefficients]
 

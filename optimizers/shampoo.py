@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from optimizers.descent import descend
-from optimizers.fields import are_betas, check, exact, is_count, is_rate, weight, within
+from optimizers.fields import are_betas, check, exact, is_count, is_key, is_rate, weight, within
 from optimizers.kronecker import adam_, correction, follow_, kronecker_block, size_of
 from optimizers.matrix_root import ROOTS, inverse_root
 
@@ -77,7 +77,7 @@ class Shampoo:
             block_size=(is_count(self.block_size, 1), "an integer >= 1"),
             refresh=(is_count(self.refresh, 1), "an integer >= 1"),
             damping=(within(self.damping, math.ulp(0.0), 1), "a number in (0, 1)"),
-            root=(self.root in ROOTS, "newton or eigen"),
+            root=(is_key(self.root, ROOTS), "newton or eigen"),
             graft=(self.graft in ("adam", "none"), "adam or none"),
             wire_dtype=(self.wire_dtype in (torch.bfloat16, torch.float32), "torch.bfloat16 or torch.float32"),
         )

@@ -115,13 +115,6 @@ class BF16AdamW(_Rounded, AdamW):
         self._round_(param, wide, state)
         return ()
 
-    def prepare_runs(
-        self, params: list[Tensor], grads: list[Tensor], states: list[dict[str, Tensor]], *, skip: Tensor | None
-    ) -> None:
-        """``prepare`` of each run: AdamW's one launch for all does not round."""
-        for param, grad, state in zip(params, grads, states, strict=True):
-            self.prepare(param, grad, state, skip=skip)
-
 
 @dataclass(frozen=True, kw_only=True)
 class BF16Muon(_Rounded, Muon):

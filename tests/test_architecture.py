@@ -43,6 +43,7 @@ LEVELS = (
         "exchange",
         "sharing",
         "bucket",
+        "steppable",
         "optimizer",
         "grad_norm",
     },

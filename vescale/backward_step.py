@@ -22,8 +22,9 @@ from torch import nn
 from vescale.fsdp_module import FSDPModule
 from vescale.grad_norm import NormInParts
 from vescale.logit_clip import IN_BACKWARD, looks_at_logits
+from vescale.member import home_of
 from vescale.optimizer import Optimizer
-from vescale.unit import Unit, home_of
+from vescale.unit import Unit
 
 
 def step_in_backward(

@@ -22,13 +22,13 @@ from vescale.block import Lattice
 from vescale.bucket import exchange_of, together
 from vescale.commit import preview
 from vescale.exchange import Exchange
+from vescale.member import HOME, Home, Segment
 from vescale.owners import Deal, Load, assign, granule_costs, owned_blocks
 from vescale.planner import ALIGN, SegmentPlan, plan_segment
 from vescale.rule import Routing
 from vescale.run import Run, chunk_state, runs_of
 from vescale.sharing import Sharing, sharing_of
 from vescale.trainer import Trainer
-from vescale.unit import HOME, Home, Segment
 
 
 @dataclass(frozen=True)
@@ -271,7 +271,8 @@ class Blueprint:
             return None
         most = [np.array(load.flops).reshape(self.copies, -1).max(axis=0) for load in loads]  # of any copy's rank
         flops = np.sum([self._everybody(each) for each in most], axis=0)
-        return Load(loads[0].group, tuple(flops), max(load.largest for load in loads), sum(load.cut for load in loads))
+        largest, cut = max(load.largest for load in loads), sum(load.cut for load in loads)
+        return Load(loads[0].group, tuple(flops), largest, cut, sum(load.fixed for load in loads))
 
     @property
     def work(self) -> float:

@@ -26,7 +26,7 @@ import torch
 from vescale.counting import Counters
 from vescale.exchange import Crossing, Exchange
 from vescale.owners import Deal, Key, window_shape
-from vescale.rule import rule_for, whole_shape
+from vescale.rule import rule_for, stands_for, whole_shape
 from vescale.run import Run
 from vescale.sharing import sharing_of
 
@@ -98,7 +98,8 @@ class Bucket:
                 cut = self.exchange.crossings[i]
                 self.arriving[i] = _jobs(cut.run, runs[cut.run], cut.member, cut.granule, 0)
         self.jobs = [*self.kept, *(job for of in self.arriving.values() for job in of)]
-        self.in_place = self._batched and hasattr(self.rule, "blocks_in_place") and all(j.is_a_run for j in self.jobs)
+        in_place = stands_for(self.rule, "blocks_in_place", "block") and self._batched
+        self.in_place = in_place and all(job.is_a_run for job in self.jobs)
         self.guarded: tuple[str, ...] = getattr(self.rule, "state_in_place", ())
         self._shapes: dict[tuple[int, ...], dict[str, torch.Size]] = {}  # of state, by the shape of its block
         self.may_skip = False  # a device flag says whether this step is taken
@@ -114,7 +115,7 @@ class Bucket:
         self.may_skip = skip is not None
         for run in self.runs:
             run.fetch()
-        if not self.has_blocks and hasattr(rule, "prepare_runs"):
+        if not self.has_blocks and stands_for(rule, "prepare_runs", "prepare"):
             runs = self.runs
             rule.prepare_runs(
                 [r.param() for r in runs], [r.grad() for r in runs], [r.all_state for r in runs], skip=skip
@@ -126,6 +127,8 @@ class Bucket:
                 self.before += [(value, value.clone()) for value in run.state.values()]
             of = rule_for(rule, whole_shape(run.params[0]))
             payloads = of.prepare(run.param(), run.grad(), run.all_state, skip=skip)
+            if self.has_blocks:
+                _check_payloads(of, payloads, run)
             if skip is not None and self.has_state:  # eigh and qr of NaN raise, and what comes of it is not written
                 payloads = tuple(torch.where(skip > 0, torch.zeros_like(flat), flat) for flat in payloads)
             self.payloads.append(payloads)
@@ -273,6 +276,20 @@ class Bucket:
             name: [run.blocks[job.member].row(name, job.block, shape) for job in jobs]
             for name, shape in self._shapes_of(jobs[0]).items()
         }
+
+
+def _check_payloads(rule: Any, payloads: Any, run: Run) -> None:
+    """Refuses what ``prepare`` returned, if blocks cannot be cut out of it or would not be rounded alike everywhere."""
+    numel, wanted = run.stop - run.start, rule.wire_dtype
+    if (
+        not isinstance(payloads, tuple)
+        or not payloads
+        or any(p.shape != (numel,) or p.dtype is not wanted for p in payloads)
+    ):
+        got = [f"{tuple(p.shape)} {p.dtype}" for p in payloads] if isinstance(payloads, tuple) else type(payloads)
+        raise ValueError(
+            f"{run.names[0]}: {type(rule).__name__}.prepare: expected a tuple of tensors ({numel},) {wanted}, got {got}"
+        )
 
 
 def _gather(views: Sequence[torch.Tensor], shape: Sequence[int]) -> torch.Tensor:

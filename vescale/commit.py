@@ -17,12 +17,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from vescale import collectives
 from vescale.anatomy import Anatomy
 from vescale.block import Block, Lattice
+from vescale.member import Member, member_specs
 from vescale.planner import SegmentPlan
 from vescale.rule import unwrapped
 from vescale.segments import Capacity, plan_model
 from vescale.shard_state import ShardState, Tree, state_of
 from vescale.state_hooks import watch_states
-from vescale.unit import Member, Unit, member_specs
+from vescale.unit import Unit
 
 
 def states_below(module: nn.Module) -> list[ShardState]:

@@ -27,10 +27,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from vescale.commit import commit
 from vescale.fsdp_module import FSDPModule
+from vescale.member import PENDING, home_of
 from vescale.segments import Capacity
 from vescale.shard_state import BlockOf, ShardState, state_of
 from vescale.shards import Ranks
-from vescale.unit import PENDING, home_of
 
 Modules = TypeVar("Modules", bound="nn.Module | Sequence[nn.Module]")
 

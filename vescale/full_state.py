@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from vescale import collectives
-from vescale.unit import Segment, home_of
+from vescale.member import Segment, home_of
 
 
 def full_state_dict(model: nn.Module, *, on_every_rank: bool = False) -> dict[str, torch.Tensor]:

@@ -41,8 +41,10 @@ def clip_grad_norm_(
     Raises:
         ValueError: If ``max_norm`` is negative or ``norm_type`` not positive.
     """
-    if not max_norm >= 0 or not norm_type > 0:
-        raise ValueError(f"clip_grad_norm_: expected max_norm >= 0 and norm_type > 0, got {max_norm} and {norm_type}")
+    if not (_is_number(max_norm) and max_norm >= 0 and _is_number(norm_type) and norm_type > 0):
+        raise ValueError(
+            f"clip_grad_norm_: expected max_norm >= 0 and norm_type > 0, got {max_norm!r} and {norm_type!r}"
+        )
     params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     params = [param for param in params if param.grad is not None]
     grads: list[torch.Tensor] = [param.grad for param in params]  # type: ignore[misc]
@@ -161,6 +163,10 @@ def _power(local: torch.Tensor, p: float) -> torch.Tensor:
 def _combine(parts: list[torch.Tensor], p: float) -> torch.Tensor:
     stacked = torch.stack(parts)
     return stacked.amax() if math.isinf(p) else stacked.sum()
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float | torch.Tensor) and not isinstance(value, bool)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -35,7 +35,19 @@ from vescale.owners import Deal, Key, Load, assign, owned_blocks
 from vescale.ragged_tensor import RaggedTensor
 from vescale.rule import Routing, Rules, state_bytes, table
 from vescale.run import Run, runs_of
-from vescale.unit import PENDING, Unit, home_of
+from vescale.steppable import (
+    check_cuts,
+    check_dtypes,
+    check_groups,
+    check_layout,
+    check_named,
+    check_parameters,
+    check_plain,
+    check_sharing,
+    check_skip,
+    dtype_of,
+)
+from vescale.unit import Unit
 
 # Which gradients ``clip_grad_norm_`` scales: those of rules without blocks only under "non_matrix", since a rule that
 # orthogonalises has no use for the scale, and one spike scaled to nothing would stall it (NVIDIA/Megatron-LM #5394).
@@ -81,15 +93,15 @@ class Optimizer(torch.optim.Optimizer):
         share_replicas: bool = False,
         offload_state: bool = False,
     ) -> None:
-        listed = list(named_parameters)
+        listed = check_named(named_parameters, rules)
         named = [(name, param) for name, param in listed if param.requires_grad]
         if not named:
             why = f"all {len(listed)} parameters have requires_grad=False" if listed else "named_parameters is empty"
             raise ValueError(f"nothing is trainable: expected a parameter that requires a gradient, but {why}")
-        _check_parameters(named)
+        check_parameters(named)
         self.routing, self.rules = rules.route(named), rules
         params = dict(named)
-        _check_dtypes(self.routing, params)
+        check_dtypes(self.routing, params)
         groups = [
             {
                 "params": [(route.name, params[route.name]) for route in routes],
@@ -97,10 +109,9 @@ class Optimizer(torch.optim.Optimizer):
                 **_hyperparameters(rules.groups[name].rule),
             }
             for name, routes in self.routing.routes.items()
-            if routes
         ]
         super().__init__(groups, {})
-        _check_cuts(self.routing, params)
+        check_cuts(self.routing, params)
         self.runs = [
             run
             for group in self.param_groups
@@ -113,6 +124,10 @@ class Optimizer(torch.optim.Optimizer):
             Counters(),
             False,
         )
+        rule_of = {name: rules.groups[name].rule for name in self.routing.routes}
+        self._fields = {name: list(_hyperparameters(rule)) for name, rule in rule_of.items()}
+        # Of fields that are no numbers to compute with: values that leave blocks and state as they are.
+        self._settled = {name: _settings(rule) for name, rule in rule_of.items()}
         for run in self.runs:
             self._create_state(run)
         if any(run.steps.device.type != "cpu" for run in self.runs):
@@ -158,8 +173,9 @@ class Optimizer(torch.optim.Optimizer):
             What the closure returned.
 
         Raises:
-            ValueError: If a parameter has become of another dtype or, outside any unit, is not contiguous any more or
-                has a sparse gradient; nothing is changed then.
+            ValueError: If a group came, went or holds what its rule refuses, a parameter has become of another dtype
+                or, outside any unit, is not contiguous any more or has a sparse gradient, or ``skip`` is no such flag;
+                nothing is changed then.
             RuntimeError: If a block fails, naming its parameter; and from then on, where there are other ranks or a
                 bucket was finished.
         """
@@ -173,13 +189,14 @@ class Optimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         runs = self.runs if unit is None else [run for run in self.runs if run.home and run.home.unit is unit]
+        check_skip(skip, runs)
+        rules = self._rules_now()
         with torch._C.DisableTorchFunctionSubclass():  # a parameter's attributes are read three times as fast
             self._check_alive(runs, self._units if unit is None else [unit])
             buckets = self._program(runs)
         for run in runs:
             run.count()
             run.clock += 1
-        rules = {group["name"]: self._rule_now(group) for group in self.param_groups}
         try:
             self._run(buckets, rules, skip)
         except Exception:
@@ -210,9 +227,9 @@ class Optimizer(torch.optim.Optimizer):
         """Puts parameters that were assigned to back into their shards, and refuses what cannot be stepped any more."""
         for unit in units:
             unit.realias()
-        _check_plain(runs)
+        check_plain(runs)
         for run in runs:
-            wanted = _dtype_of(run.rule)
+            wanted = dtype_of(run.rule)
             if run.dtype is not wanted:
                 raise ValueError(
                     f"{run.names[0]} has become {run.dtype}: expected {str(wanted).removeprefix('torch.')}, as when "
@@ -240,7 +257,7 @@ class Optimizer(torch.optim.Optimizer):
             raise ValueError("clip_grad_norm_: units are stepped in backward, when the norm of all is not known yet")
         if policy not in CLIP_POLICIES:
             raise ValueError(f"clip_grad_norm_: expected a policy of {CLIP_POLICIES}, got {policy!r}")
-        _check_plain(self.runs)
+        check_plain(self.runs)
         every = [param for run in self.runs for param in run.params]
         scaled = [p for run in self.runs for p in run.params if policy == "all" or not hasattr(run.rule, "block")]
         return clip_grad_norm_(every, max_norm, norm_type, scaled=[] if policy == "none" else scaled)
@@ -255,10 +272,22 @@ class Optimizer(torch.optim.Optimizer):
             raise NotImplementedError("add_param_group: make a new Optimizer over all parameters, with their rules")
         super().add_param_group(param_group)
 
+    def _rules_now(self) -> dict[str, Any]:
+        """The rule of each group, with the numbers that the group holds now."""
+        check_groups(self.param_groups, self._fields)
+        return {group["name"]: self._rule_now(group) for group in self.param_groups}
+
     def _rule_now(self, group: dict[str, Any]) -> Any:
-        """The rule with the numbers that the group holds now."""
-        rule = self.rules.groups[group["name"]].rule
-        return dataclasses.replace(rule, **{key: _number(group[key]) for key in _hyperparameters(rule)})
+        name = group["name"]
+        made = self.rules.groups[name].rule
+        rule = dataclasses.replace(made, **{key: _number(group[key]) for key in self._fields[name]})
+        settings = {key: value for key, value in _settings(rule).items() if key in self._settled[name]}
+        if settings != self._settled[name]:
+            for run in self.runs:
+                if run.group == name:
+                    check_layout(run, rule)
+            self._settled[name] = settings
+        return rule
 
     def _program(self, runs: Sequence[Run]) -> list[Bucket]:
         """Buckets of those runs that have gradients, made once per set of such runs."""
@@ -418,6 +447,17 @@ def _hyperparameters(rule: Any) -> dict[str, Any]:
     return {field.name: getattr(rule, field.name) for field in dataclasses.fields(rule)}
 
 
+def _settings(rule: Any) -> dict[str, Any]:
+    """The hyperparameters that blocks and state may depend on: names, counts, dtypes, not rates and decays."""
+    numbers = (float, torch.Tensor)
+    return {
+        key: value
+        for key, value in _hyperparameters(rule).items()
+        if not isinstance(value, numbers)
+        and not (isinstance(value, tuple | list) and value and isinstance(value[0], numbers))
+    }
+
+
 def _unlike(value: torch.Tensor, saved: Any) -> str:
     """Why ``saved`` cannot be copied into the state ``value``; empty if it can."""
     if not isinstance(saved, torch.Tensor):
@@ -437,44 +477,6 @@ def _unlike(value: torch.Tensor, saved: Any) -> str:
     return ""
 
 
-def _check_plain(runs: Sequence[Run]) -> None:
-    """Refuses parameters outside any unit that, or whose gradients, are no flat run of memory."""
-    for run in runs:
-        if run.home is None:
-            (name,), (param,) = run.names, run.params
-            _check_contiguous(name, param)
-            if param.grad is not None and param.grad.layout is not torch.strided:
-                raise ValueError(
-                    f"{name}: expected a dense gradient, got {param.grad.layout}: make its layer with sparse=False"
-                )
-
-
-def _check_contiguous(name: str, param: nn.Parameter) -> None:
-    if not param.is_contiguous():
-        raise ValueError(
-            f"{name}: expected contiguous memory of a parameter outside any unit, got shape {tuple(param.shape)} with "
-            f"strides {param.stride()}: make the parameter of tensor.contiguous()"
-        )
-
-
-def _check_parameters(named: Sequence[tuple[str, nn.Parameter]]) -> None:
-    """Refuses parameters that are about to be replaced by sharded ones, or have no memory."""
-    bare = [name for name, param in named if param.is_meta]
-    if bare:
-        raise ValueError(
-            f"{bare[0]} and {len(bare) - 1} more are on the meta device: make the Optimizer after to_empty()"
-        )
-    pending = [name for name, param in named if PENDING in param.__dict__]
-    if pending:
-        raise ValueError(
-            f"{pending[0]} and {len(pending) - 1} more are not planned yet: take named_parameters() of the outermost "
-            "module that fully_shard was called on, or call fully_shard on the root module too"
-        )
-    for name, param in named:
-        if home_of(param) is None:
-            _check_contiguous(name, param)
-
-
 def warm_up(runs: Sequence[Run], *, share_replicas: bool) -> None:
     """Makes the communicators that a step's exchanges take, in the order of ``runs``, which is every rank's.
 
@@ -491,64 +493,3 @@ def warm_up(runs: Sequence[Run], *, share_replicas: bool) -> None:
     for group, device in groups.values():
         sent, ones = torch.zeros(group.size(), device=device), [1] * group.size()
         collectives.all_to_all(torch.empty_like(sent), sent, out_splits=ones, send_splits=ones, group=group)
-
-
-def check_sharing(blocks: Sequence[tuple[str, Any, int]]) -> None:
-    """Refuses to share between copies that do not exist, or blocks whose state is where they are computed.
-
-    Args:
-        blocks: What has blocks: its group, its rule, and copies of its parameters.
-
-    Raises:
-        ValueError: If there is one copy of everything.
-        NotImplementedError: For a rule with block state.
-    """
-    if not any(copies > 1 for _, _, copies in blocks):
-        raise ValueError(
-            "share_replicas: expected copies of parameters whose rule has blocks (a mesh of two axes, or ZeRO 0), "
-            "got one copy"
-        )
-    for group, rule, _ in blocks:
-        if hasattr(rule, "block_state"):
-            raise NotImplementedError(
-                f"share_replicas: {type(rule).__name__} of group {group} keeps state where a block is "
-                "computed, and every copy of the parameters has its own; leave share_replicas off for such a rule"
-            )
-
-
-def _check_dtypes(routing: Routing, params: dict[str, nn.Parameter]) -> None:
-    """Refuses parameters of another dtype than their rule steps."""
-    other = []
-    for route in (route for routes in routing.routes.values() for route in routes):
-        wanted, got = _dtype_of(routing.rules.rule_of(route.name, route.shape)), params[route.name].dtype
-        if got is not wanted:
-            other.append((wanted, f"{route.name} ({got})"))
-    if other:
-        wanted, names = other[0][0], [name for _, name in other]
-        raise ValueError(
-            f"expected {str(wanted).removeprefix('torch.')} parameters, got {', '.join(names[:4])}"
-            f"{' ...' * (len(names) > 4)}: keep the masters in float32 and compute in another dtype by "
-            "MixedPrecisionPolicy(param_dtype=...), or take a rule of that dtype"
-        )
-
-
-def _dtype_of(rule: Any) -> torch.dtype:
-    """The dtype of the parameters that a rule steps."""
-    dtype: torch.dtype = getattr(rule, "param_dtype", torch.float32)
-    return dtype
-
-
-def _check_cuts(routing: Routing, params: dict[str, nn.Parameter]) -> None:
-    """Refuses an edge inside a run that a rule never lets be cut; the plan was made for another rule."""
-    problems = []
-    for route in (route for routes in routing.routes.values() for route in routes):
-        home = home_of(params[route.name])
-        if home is not None and route.block.finest > 1:
-            offset, size = home.segment.plan.offsets[home.at], home.segment.plan.shard_size
-            first, last = offset // size + 1, (offset + params[route.name].numel() - 1) // size
-            if any((k * size - offset) % route.block.finest for k in range(first, last + 1)):
-                problems.append(f"{route.name} is cut inside a run of {route.block.finest} elements")
-    if problems:
-        raise ValueError(
-            "; ".join(problems) + ": give fully_shard(..., block_of=rules.block_of) the same rules as the Optimizer"
-        )

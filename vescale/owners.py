@@ -53,12 +53,14 @@ class Load(NamedTuple):
         flops: Of each rank, or seat.
         largest: FLOPs of the largest granule.
         cut: Granules that edges cut, of all.
+        fixed: FLOPs of the rank that has the most of what cannot go elsewhere: kept granules, and cut ones with state.
     """
 
     group: dist.ProcessGroup | None
     flops: tuple[float, ...]
     largest: float
     cut: int
+    fixed: float
 
     @property
     def mean(self) -> float:
@@ -67,10 +69,10 @@ class Load(NamedTuple):
 
     @property
     def bound(self) -> float:
-        """What longest-first with free choice of ranks stays within: (4/3 - 1/(3 W)) times the least possible maximum
-        (Graham 1969, theorem 3), and that is at least the mean and the largest granule.
+        """What no rank has more than. A granule with a choice goes where there is no more than the mean of all others
+        (Graham, Bounds for certain multiprocessing anomalies, 1966, theorem 1).
         """
-        return (4 / 3 - 1 / (3 * len(self.flops))) * max(self.mean, self.largest)
+        return max(self.fixed, self.mean + (1 - 1 / len(self.flops)) * self.largest)
 
     def __str__(self) -> str:
         worst, mean = max(self.flops), self.mean or 1.0
@@ -144,13 +146,14 @@ def assign(runs: Sequence[Run], *, share_replicas: bool = False) -> Deal:
                 for granule, cost in enumerate(costs if copies == 1 else ()):
                     if granule not in cut:
                         load[(offset + granule * step) // size] += cost
-        seats_of = deal(work, load)
+        seats_of, fixed = deal(work, load), list(load)
         for item in work:
             load[seats_of[item.key]] += item.cost
+            fixed[seats_of[item.key]] += item.cost if item.stays else 0.0
         found.owners.update((item.key, seats_of[item.key] % ranks) for item in work if copies == 1 or not item.stays)
         if copies > 1:
             found.replicas.update((key, seat // ranks) for key, seat in seats_of.items())
-        found.loads.append(Load(members[0].process_group, tuple(load), largest, num_cut))
+        found.loads.append(Load(members[0].process_group, tuple(load), largest, num_cut, max(fixed)))
     return found
 
 
@@ -210,8 +213,3 @@ def window_shape(window: Sequence[slice]) -> tuple[int, ...]:
 
 def _cost(rule: Any, block: tuple[int, ...]) -> float:
     return float(rule.cost(block)) if hasattr(rule, "cost") else float(math.prod(block))
-
-
-def balanced(load: Load) -> bool:
-    """Whether no rank has more than 1.2 times the mean and more than the largest granule."""
-    return max(load.flops) <= max(1.2 * load.mean, load.largest)

@@ -4,8 +4,7 @@ Stock DTensor refuses placements that it does not know, so this subclass answers
 
 - element-wise operators, ``_foreach_*`` and fused optimizer steps, when every tensor has the same cut (or is a scalar);
 - random in-place operators draw the *whole* logical tensor from the default generator, seeded alike on every rank, and
-keep the run,
-  so that an initialisation has the same bits on any number of ranks;
+  keep the run, so that an initialisation has the same bits on any number of ranks;
 - full reductions (``norm``, ``sum``, ``max``, ...) are complete: a plain tensor, equal on every rank;
 - everything else raises, and says to take ``full_tensor()`` or ``to_local()``.
 

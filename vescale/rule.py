@@ -2,11 +2,11 @@
 
 A **rule** is a frozen, keyword-only dataclass whose fields are its hyperparameters. It never mentions a rank, a mesh or
 a collective; it states its block and up to three functions, and the ``Optimizer`` calls them on whatever this rank
-holds::
+holds. ``Rule`` and ``BlockRule`` say what each is given::
 
-    prepare(param, grad, state) -> payloads     element-wise, on the local run
-    block(payloads, state) -> direction         whole blocks, pure
-    apply(param, direction, state)              element-wise, on the local run
+    prepare(param, grad, state, *, skip) -> payloads     element-wise, on the local run
+    block(payloads, state) -> direction                  whole blocks, pure
+    apply(param, direction, state, *, skip)              element-wise, on the local run
 
 How the rules of this project fit::
 
@@ -30,13 +30,15 @@ to ``wire_dtype`` whether an edge cuts the block or not, so that the update does
 What a rule may also have, each with a meaning to the ``Optimizer`` alone:
 
     prepare_runs(params, grads, states)         ``prepare`` of several runs by a rule without blocks: lists of what that
-                                                takes, fewer launches
+                                                takes, fewer launches; passed over in a class that has a ``prepare`` of
+                                                its own and none of this
     for_shape(shape) -> rule                    another rule for parameters of some shapes (Adam8bit: small ones)
     blocks_in_place(payloads, places, out)      ``block`` of blocks of any shapes, where they lie in flat payloads, as
-                                                ((first element, shape), ...): on a GPU one launch for all of a run
+                                                ((first element, shape), ...): on a GPU one launch for all of a run;
+                                                passed over in a class that has a ``block`` of its own and none of this
     chunk_state() -> {name: dtype}              state with one number for each ``finest`` consecutive elements
-    block_state(block) -> {name: first value}   state of a block of that shape; then ``block`` takes ``refresh=`` and
-                                                returns the direction and what of the state changed
+    block_state(block) -> {name: first value}   state of a block of that shape; then ``block`` has another signature:
+                                                see ``BlockRule.block``
     state_in_place                              names of ``block_state`` that ``block`` writes where it finds them
     refresh                                     every how many steps a block is told ``refresh="again"``, else None;
                                                 block i when (t + i) % refresh == 0; every block "first" at t = 0
@@ -52,6 +54,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -63,15 +66,15 @@ from vescale.block import Block, Lattice
 
 @runtime_checkable
 class Rule(Protocol):
-    """What an optimizer says of itself; see the module's text.
+    """What every rule says of itself. One without blocks does all its work in ``prepare``; others are ``BlockRule``."""
 
-    A rule without blocks needs no ``block`` and no ``apply``.
-    """
-
-    finest: int  # no edge may fall off a multiple of this many elements
+    finest: int  # no edge may fall off a multiple of this many elements; a ClassVar, since it is no hyperparameter
 
     def block_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of the block of a parameter of ``shape``; ``()`` for single elements.
+        """Shape of the block of a parameter of ``shape``: as many sizes as it has dims, or ``()`` for single elements.
+
+        A stack (E, m, n) of matrices has the block (1, m, n). A block that does not divide the parameter is shorter at
+        its end; in a stack its rows must divide the matrix's.
 
         Raises:
             ValueError: If the rule cannot step such a parameter.
@@ -83,14 +86,61 @@ class Rule(Protocol):
     def prepare(
         self, param: torch.Tensor, grad: torch.Tensor, state: Mapping[str, torch.Tensor], *, skip: torch.Tensor | None
     ) -> tuple[torch.Tensor, ...]:
-        """Updates element state and returns what ``block`` needs, in ``wire_dtype``.
+        """Updates element state and returns what ``block`` needs, (n,) each, in ``wire_dtype``; ``()`` without blocks.
+
+        Each element of what is written or returned follows from the same element of what is given. Without blocks this
+        steps ``param`` in place too.
 
         Args:
-            param: (n,) float32, this rank's run of one or several neighbouring parameters, padding included.
+            param: (n,) float32, this rank's run of one or several neighbouring parameters, padding included: it begins
+                and ends at multiples of 32 elements of their buffer, so vector loops have no tail of other bits.
             grad: (n,) float32, never written.
             state: The names of ``element_state``, (n,) each, and ``"step"``: () float32, the steps completed before
                 this one.
-            skip: () float32, 1.0 to write nothing; None when that cannot be.
+            skip: () float32, 1.0 to write nothing; None when that cannot be. Select with ``torch.where``: a product
+                with NaN is NaN.
+        """
+
+
+@runtime_checkable
+class BlockRule(Rule, Protocol):
+    """A rule whose update needs whole blocks."""
+
+    wire_dtype: torch.dtype  # of payloads and directions
+
+    def block(self, payloads: tuple[torch.Tensor, ...], state: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Returns the directions of blocks: like a payload in shape and dtype, and a function of these blocks alone.
+
+        A rule with ``block_state`` has instead::
+
+            block(payloads, state, *, refresh) -> (direction, {name: what is new of that state, (B, *shape)})
+
+        It writes nothing but the names of ``state_in_place``. ``refresh`` is "first" in a block's first step, "again"
+        when it is its turn, else None.
+
+        Args:
+            payloads: What ``prepare`` returned, of one or more blocks of equal shape: (B, *block) in ``wire_dtype``
+                each, as many dims as the parameter and one; never written. On a CPU B is 1: libraries choose kernels,
+                hence bits, by the size of a batch.
+            state: Empty; or the names of ``block_state``, (B, *shape) each, and ``"step"`` as in ``prepare``. Whether a
+                step will be skipped is not known here: then payloads may be anything, zeros where there is state.
+        """
+
+    def apply(
+        self,
+        param: torch.Tensor,
+        direction: torch.Tensor,
+        state: Mapping[str, torch.Tensor],
+        *,
+        skip: torch.Tensor | None,
+    ) -> None:
+        """Steps ``param`` in place.
+
+        Args:
+            param: (n,), the run that ``prepare`` was given.
+            direction: (n,) in ``wire_dtype``, zero between parameters.
+            state: As in ``prepare``.
+            skip: As in ``prepare``.
         """
 
 
@@ -113,7 +163,7 @@ class Rules:
             name or of its end behind a dot.
 
     Raises:
-        ValueError: If there is no group, or a group is not a pair of patterns and a rule.
+        ValueError: If there is no group, or a group is not a pair of patterns, each once, and a rule.
     """
 
     def __init__(self, **groups: tuple[str | Sequence[str], Any]) -> None:
@@ -123,12 +173,11 @@ class Rules:
             if not isinstance(entry, tuple | list) or len(entry) != 2:
                 problems.append(f"{name}: expected (pattern, rule), got {entry!r}")
                 continue
-            patterns, rule = entry
-            if not isinstance(rule, Rule) or not dataclasses.is_dataclass(rule):
-                problems.append(
-                    f"{name}: {type(rule).__name__} is no rule: a dataclass with block_shape, element_state and prepare"
-                )
-            self.groups[name] = Group((patterns,) if isinstance(patterns, str) else tuple(patterns), rule)
+            patterns, rule = (entry[0],) if isinstance(entry[0], str) else entry[0], entry[1]
+            wrong = [*_not_patterns(patterns), *_not_a_rule(rule)]
+            problems += [f"{name}: {problem}" for problem in wrong]
+            if not wrong:
+                self.groups[name] = Group(tuple(patterns), rule)
         if problems:
             raise ValueError("; ".join(problems))
 
@@ -170,23 +219,30 @@ class Rules:
 
         Raises:
             ValueError: Of everything that does not fit, together: a parameter that no pattern matches, a pattern that
-                matches no parameter, a rule that cannot step a parameter.
+                matches no parameter or none that groups before it leave, a rule that cannot step a parameter.
         """
         named, problems = list(named_parameters), []
         routes: dict[str, list[Route]] = {group: [] for group in self.groups}
+        taken: dict[str, list[str]] = {group: [] for group in self.groups}
         for name, param in named:
             try:
+                taken[self.group_of(name)].append(name)
                 block = self.block_of(name, param)
                 rule = self.rule_of(name, whole_shape(param))
                 routes[self.group_of(name)].append(Route(name, tuple(param.shape), block, rule))
             except ValueError as error:
                 problems.append(str(error))
         for group, entry in self.groups.items():
-            unused = [pattern for pattern in entry.patterns if not any(_matches(name, pattern) for name, _ in named)]
-            problems += [f"pattern {pattern!r} of group {group} matches no parameter" for pattern in unused]
-            if not routes[group] and not unused:
-                taken = "groups before it take all that it matches" if entry.patterns else "it has no pattern"
-                problems.append(f"group {group} takes no parameter: {taken}")
+            if not entry.patterns:
+                problems.append(f"group {group} takes no parameter: it has no pattern")
+            for pattern in entry.patterns:
+                if any(_matches(name, pattern) for name in taken[group]):
+                    continue
+                if any(_matches(name, pattern) for name, _ in named):
+                    why = f"of group {group} takes no parameter: groups before it take all that it matches"
+                else:
+                    why = f"of group {group} matches no parameter"
+                problems.append(f"pattern {pattern!r} {why}")
         if problems:
             raise ValueError("; ".join(problems))
         return Routing(self, routes)
@@ -247,6 +303,15 @@ def rule_for(rule: Any, shape: tuple[int, ...]) -> Any:
     return rule.for_shape(shape) if hasattr(rule, "for_shape") else rule
 
 
+def stands_for(rule: Any, faster: str, plain: str) -> bool:
+    """Returns whether a rule's method ``faster`` still does what ``plain`` does.
+
+    A class that has another ``plain`` than the one it derives from, and not another ``faster``, is asked for ``plain``.
+    """
+    fast, slow = (next((cls for cls in type(rule).__mro__ if name in vars(cls)), None) for name in (faster, plain))
+    return fast is not None and slow is not None and issubclass(fast, slow)
+
+
 def whole_shape(param: torch.Tensor) -> tuple[int, ...]:
     """Returns the shape by which a rule is chosen: the parameter's own, or with the rows that other ranks hold of it
     (``part_of``; see ``vescale.rows``), so that it does not depend on how experts are dealt."""
@@ -263,6 +328,29 @@ def unwrapped(name: str) -> str:
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
     return name
+
+
+def _not_patterns(patterns: Any) -> list[str]:
+    """Why these are no patterns of a group."""
+    if not isinstance(patterns, Iterable) or not all(isinstance(pattern, str) for pattern in patterns):
+        return [f"expected a pattern or a list of patterns, got {patterns!r}"]
+    counts = Counter(patterns)
+    return [f"pattern {pattern!r} stands there {count} times" for pattern, count in counts.items() if count > 1]
+
+
+def _not_a_rule(rule: Any) -> list[str]:
+    """Why this is no rule."""
+    kind = type(rule).__name__
+    if isinstance(rule, type):
+        return [f"expected a rule, got the class {rule.__name__}: write {rule.__name__}(...)"]
+    if not isinstance(rule, Rule) or not dataclasses.is_dataclass(rule):
+        return [f"{kind} is no rule: a dataclass with finest, block_shape, element_state and prepare"]
+    taken = [field.name for field in dataclasses.fields(rule) if field.name in ("params", "param_names", "name")]
+    if taken:
+        return [f"{kind} has a field {taken[0]}, which means something else in a parameter group"]
+    if hasattr(rule, "block") and not isinstance(rule, BlockRule):
+        return [f"{kind} has block, so it needs apply and wire_dtype too"]
+    return []
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -25,12 +25,12 @@ from torch import nn
 
 from vescale.block import Lattice
 from vescale.host_read import HostRead
+from vescale.member import Home, home_of
 from vescale.placement import RaggedShard
 from vescale.planner import ALIGN
 from vescale.ragged_tensor import RaggedTensor, from_local
 from vescale.rule import rule_for, unwrapped, whole_shape
 from vescale.shards import Boundary
-from vescale.unit import Home, home_of
 
 
 class BlockState(NamedTuple):

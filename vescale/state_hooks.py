@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from vescale.unit import Unit, home_of
+from vescale.member import home_of
+from vescale.unit import Unit
 
 
 class StateHooks:

@@ -35,11 +35,12 @@ from vescale.job import RunConfig, TrainerConfig
 from vescale.journal import Journal
 from vescale.logit_clip import LogitClip, clipped_weights
 from vescale.mesh import make_expert_mesh, make_mesh, pick_device, process_group, rank_of_job
-from vescale.optimizer import Optimizer, check_sharing
+from vescale.optimizer import Optimizer
 from vescale.peaks import known_peak
 from vescale.profile import Profile
 from vescale.run_lock import alone
 from vescale.saver import Saver
+from vescale.steppable import check_sharing
 from vescale.stop import REQUEUE, Stopped, StopSignals
 from vescale.watchdog import Watchdog, record_collectives
 

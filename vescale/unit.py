@@ -49,14 +49,7 @@ from vescale.collectives import Handle
 from vescale.comms import Comms
 from vescale.counting import Counters
 from vescale.dbuffer import DBuffer
-from vescale.member import HOME as HOME
-from vescale.member import PENDING as PENDING
-from vescale.member import Home as Home
-from vescale.member import Member as Member
-from vescale.member import Part, own_attributes, put
-from vescale.member import Segment as Segment
-from vescale.member import home_of as home_of
-from vescale.member import member_specs as member_specs
+from vescale.member import HOME, Home, Member, Part, Segment, own_attributes, put
 from vescale.planner import SegmentPlan
 from vescale.reduction import Reduction, accumulate, can_wait, converts
 from vescale.streams import Flight, labelled, lanes_of

@@ -55,8 +55,20 @@ def test_a_group_that_takes_nothing_is_an_error() -> None:
 def test_groups_are_pairs_of_patterns_and_rules() -> None:
     with pytest.raises(ValueError, match="at least one group"):
         Rules()
-    with pytest.raises(ValueError, match="a: expected .pattern, rule.*b: str is no rule"):
-        Rules(a="*", b=("*", "muon"))
+    with pytest.raises(ValueError, match="a: expected .pattern, rule.*b: str is no rule.*c: .*write AdamW"):
+        Rules(a="*", b=("*", "muon"), c=("*", AdamW))
+    with pytest.raises(
+        ValueError, match=r"a: expected a pattern or a list of patterns, got \[5\].*'w' stands there 2 times"
+    ):
+        Rules(a=([5], AdamW()), b=(["w", "w"], AdamW()))
+
+
+def test_a_pattern_that_is_never_asked_is_an_error() -> None:
+    rules = Rules(norms=("norm.weight", AdamW()), rest=(["norm.weight", "*"], AdamW()))
+    with pytest.raises(
+        ValueError, match="^pattern 'norm.weight' of group rest takes no parameter: groups before it take"
+    ):
+        rules.route(NAMED)
 
 
 def test_wrappers_do_not_change_the_name_that_a_pattern_sees() -> None:
