@@ -11,12 +11,12 @@ from typing import Any
 
 
 def check_folder(run_dir: Path) -> None:
-    """Raises if the run's folder cannot be made.
+    """Raises if the run's folder, or that of its checkpoints, cannot be made.
 
     Raises:
         ValueError: In one line.
     """
-    folder = run_dir.absolute()
+    folder = run_dir.absolute() / "checkpoints"
     there = next(path for path in (folder, *folder.parents) if path.exists())
     if not (there.is_dir() and os.access(there, os.W_OK)):
         raise ValueError(f"run_dir: {run_dir} cannot be made: {there} is no folder that can be written")
