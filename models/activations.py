@@ -20,6 +20,7 @@ whole. Per token of a layer, in elements::
     experts, k of a token           k (2 hidden + 4 ffn)              sorted tokens, an expert's middle, its output
       clamped (GPT-OSS)             k (2 hidden + 7 ffn)              gate, up before; gate, sigmoid, both, up after
       router                        experts float32, and the tokens in float32 where they are narrower
+        its balancing loss          + experts float32
 
 Norms on CUDA are one kernel that keeps one float32 per row; elsewhere they are composed of operators, which also keep a
 normalised float32 copy, and one of the input instead of it if that is narrower. Likewise sinks: elsewhere than on CUDA
@@ -167,7 +168,15 @@ def gated(batch: Batch, *, ffn: int) -> Part:
 
 
 def experts(
-    batch: Batch, *, hidden: int, ffn: int, k: int, num_experts: int, shared: int = 0, clamped: bool = False
+    batch: Batch,
+    *,
+    hidden: int,
+    ffn: int,
+    k: int,
+    num_experts: int,
+    shared: int = 0,
+    clamped: bool = False,
+    balanced: bool = False,
 ) -> Part:
     """Returns what a mixture of experts holds when all its experts are on this rank, however the tokens are dealt.
 
@@ -179,12 +188,13 @@ def experts(
         num_experts: Of the layer.
         shared: Elements between the projections of the expert that every token goes through; 0: there is none.
         clamped: The activation is GPT-OSS's, and the projections have biases.
+        balanced: There is a balancing loss, which keeps the share of each expert in a token's sequence.
     """
     rows = batch.tokens * k
     middle = (7 if clamped else 4) * ffn
     # Of a row: where it came from, its expert, where it went, and for the biases its expert again, three times.
     indices = INDEX * (6 if clamped else 3)
-    scores = batch.tokens * 4 * (num_experts + 2 * k)
+    scores = batch.tokens * 4 * ((2 if balanced else 1) * num_experts + 2 * k)
     wide = 0 if batch.itemsize == 4 else batch.tokens * 4 * hidden
     both = gated(batch, ffn=shared)
     saved = rows * (batch.itemsize * (2 * hidden + middle) + indices) + scores + wide + both.saved

@@ -21,6 +21,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -30,11 +31,14 @@ from torch.utils.checkpoint import checkpoint
 
 from models.activations import Activations, Batch, Part, chunked_loss, decoder_layer, norm_saved
 from models.attention import Mask, causal_mask
+from models.documents import Sequences, check, places, rows
 from models.expert_parallel import ExpertParallel, held
+from models.fields import is_count, is_not_negative, is_positive
 from models.flops import Scores, flops_per_token
-from models.layers import Embedding, Head, Linear, RMSNorm
+from models.layers import Embedding, Head, RMSNorm
+from models.linear import Linear
 from models.moe import Experts, MoE, Router, StackedLinear
-from models.rope import is_positive, rope_problems, rotary_table
+from models.rope import rope_problems, rotary_table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,12 +82,13 @@ class CausalLMConfig:
     loss_chunk_size: int = 1024
     weights: str | None = None
 
-    # Integers >= 1, and floats > 0; a family adds its own.
+    # Integers >= 1, floats > 0, floats >= 0, and bools; a family adds its own.
     counts: ClassVar[tuple[str, ...]] = (
         "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings",
         "loss_chunk_size",
     )  # fmt: skip
     numbers: ClassVar[tuple[str, ...]] = ("rms_norm_eps", "rope_theta", "initializer_range")
+    nonnegative: ClassVar[tuple[str, ...]] = ()
     switches: ClassVar[tuple[str, ...]] = ("tie_word_embeddings",)
 
     def __post_init__(self) -> None:
@@ -104,6 +109,9 @@ class CausalLMConfig:
         for name in self.numbers:
             if not is_positive(getattr(self, name)):
                 yield f"{name}: expected a number > 0, got {getattr(self, name)!r}"
+        for name in self.nonnegative:
+            if not is_not_negative(getattr(self, name)):
+                yield f"{name}: expected a number >= 0, got {getattr(self, name)!r}"
         for name in self.switches:
             if not isinstance(getattr(self, name), bool):
                 yield f"{name}: expected true or false, got {getattr(self, name)!r}"
@@ -209,6 +217,17 @@ class CausalLMConfig:
         tail = stream + norm_saved(of, self.hidden_size)
         return Activations(layers, self.checkpoint == "full", tail, loss + stream, kept)
 
+    def check_weights(self) -> None:
+        """Raises unless the folder that the weights come from, if any, has them; looks at headers only.
+
+        Raises:
+            ValueError: With everything that is wrong with it.
+        """
+        if self.weights is not None:
+            from models.inventory import find_weights  # which knows every family
+
+            find_weights(self, Path(self.weights), undone="loaded")
+
     def _on_meta(self) -> CausalLM:
         with torch.device("meta"):
             return self.build()
@@ -233,7 +252,13 @@ class DecoderLayer(nn.Module):
         self.mlp = config.feed_forward(index)
 
     def forward(
-        self, hidden: torch.Tensor, balance: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mask: Mask
+        self,
+        hidden: torch.Tensor,
+        balance: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        mask: Mask,
+        sequences: Sequences,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the stream after this layer, and the balancing loss so far.
 
@@ -243,13 +268,14 @@ class DecoderLayer(nn.Module):
             cos: As ``Attention.forward``.
             sin: Likewise.
             mask: Likewise.
+            sequences: Of the b s tokens, each of which experts are balanced over.
         """
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin, mask)
-        out = self.mlp(self.post_attention_layernorm(hidden))
-        if isinstance(self.mlp, MoE):
-            out, aux = out
-            balance = balance + aux
-        return hidden + out, balance
+        normalised = self.post_attention_layernorm(hidden)
+        if not isinstance(self.mlp, MoE):
+            return hidden + self.mlp(normalised), balance
+        out, aux = self.mlp(normalised, sequences)
+        return hidden + out, balance + aux
 
 
 class Decoder(nn.Module):
@@ -277,20 +303,20 @@ class Decoder(nn.Module):
         """
         config, device = self.config, input_ids.device
         hidden = self.embed_tokens(input_ids)
-        positions = torch.arange(input_ids.shape[1], device=device)
-        documents = None
-        if offsets is not None:
-            documents = torch.searchsorted(offsets[1:].contiguous(), positions, right=True)
-            positions = positions - offsets[documents]
+        documents, positions = places(input_ids.shape[1], offsets, device)
         cos, sin = rotary_table(
             positions, config.rotary_dim, theta=config.rope_theta, scaling=config.rope_scaling, dtype=hidden.dtype
         )
         windows = [config.window(index) for index in range(len(self.layers))]
         mask_of = partial(causal_mask, len(positions), documents=documents, sinks=config.has_sinks, device=device)
         masks = {window: mask_of(window=window) for window in set(windows)}
+        if documents is None or offsets is None:
+            sequences = rows(input_ids.shape[0], input_ids.shape[1], device)
+        else:
+            sequences = Sequences(documents, len(offsets) - 1)
         balance = torch.zeros((), device=device)
         for layer, window in zip(self.layers, windows, strict=True):
-            inputs = (hidden, balance, cos, sin, masks[window])
+            inputs = (hidden, balance, cos, sin, masks[window], sequences)
             if config.checkpoint == "full":  # nothing in a layer is random: keeping the generator's state only waits
                 hidden, balance = checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=False)
             else:
@@ -332,21 +358,16 @@ class CausalLM(nn.Module):
         Raises:
             ValueError: If the shapes are wrong or the sequence is longer than ``max_position_embeddings``.
         """
-        _check(input_ids, labels, longest=self.config.max_position_embeddings)
+        check(input_ids, labels, longest=self.config.max_position_embeddings)
         if not input_ids.is_nested:
             hidden, balance = self.model(input_ids)
-            return self._with(balance, self.lm_head(hidden, labels), labels)
+            out = self.lm_head(hidden, labels)
+            return out if labels is None else _with_gradient_of(balance, out)
         offsets = input_ids.offsets()  # type: ignore[attr-defined]  # what jagged tensors have
         hidden, balance = self.model(input_ids.values()[None], offsets)
-        out = self.lm_head(hidden[0], None if labels is None else labels.values())
         if labels is None:
-            return torch.nested.nested_tensor_from_jagged(out, offsets)
-        return self._with(balance, out, labels)
-
-    @staticmethod
-    def _with(balance: torch.Tensor, out: torch.Tensor, labels: torch.Tensor | None) -> torch.Tensor:
-        """The loss, with the gradient of the balancing loss but not its value."""
-        return out if labels is None or not balance.requires_grad else out + (balance - balance.detach())
+            return torch.nested.nested_tensor_from_jagged(self.lm_head(hidden[0]), offsets)
+        return _with_gradient_of(balance, self.lm_head(hidden[0], labels.values()))
 
     def units(self) -> list[nn.Module]:
         """Returns the modules to shard one by one, in the order of forward; the rest belongs in one more unit."""
@@ -419,10 +440,11 @@ class CausalLM(nn.Module):
             ValueError: If ``folder`` holds anything, or ``like`` has no config.json.
         """
         from models.hf import save, write  # which know every family
+        from models.hf_config import CONFIG
 
         began = self.config.weights
         if like is None and began is not None:
-            like = began if os.path.isdir(began) else None
+            like = began if os.path.isfile(os.path.join(began, CONFIG)) else None
             if like is None and (not dist.is_initialized() or dist.get_rank() == 0):
                 warnings.warn(f"{began}, where this model began, is gone: {folder} gets no tokenizer", stacklevel=2)
         if tensors is None:
@@ -444,9 +466,7 @@ class CausalLM(nn.Module):
         by ``sqrt(2 num_hidden_layers)``, so that the stream's variance does not grow with depth (GPT-2, "Language
         Models are Unsupervised Multitask Learners", section 2.3). Norms are ones; biases, sinks and corrections zeros.
         """
-        self.tie_weights()
-        for buffer in self.buffers():
-            buffer.zero_()
+        self.init_buffers()
         if self.config.weights is not None:
             from models.hf import load_weights  # which knows every family
 
@@ -463,6 +483,18 @@ class CausalLM(nn.Module):
             else:
                 _draw(parameter, std)
 
+    @torch.no_grad()
+    def init_buffers(self) -> None:
+        """Ties what is tied and zeroes the buffers: all that parameters from a checkpoint leave to do."""
+        self.tie_weights()
+        for buffer in self.buffers():
+            buffer.zero_()
+
+
+def _with_gradient_of(balance: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+    """The loss, whose gradient is that of both and whose value is its own."""
+    return loss + (balance - balance.detach()) if balance.requires_grad else loss
+
 
 def _draw(parameter: torch.Tensor, std: float) -> None:
     part = held(parameter)
@@ -471,51 +503,3 @@ def _draw(parameter: torch.Tensor, std: float) -> None:
         return
     whole = torch.empty((part.total, *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device)
     parameter.copy_(whole.normal_(0.0, std)[part.first : part.stop])
-
-
-def _check(input_ids: torch.Tensor, labels: torch.Tensor | None, *, longest: int) -> None:
-    """Raises ValueError unless the shapes fit; looks at shapes only, so the device is not waited for."""
-    problems: list[str] = []
-    if input_ids.is_nested:
-        problems += _jagged_problems(input_ids, labels, longest=longest)
-    elif input_ids.ndim != 2 or not input_ids.numel():
-        problems.append(f"input_ids: expected (batch, sequence) with at least one token, got {tuple(input_ids.shape)}")
-    elif input_ids.shape[1] > longest:
-        got = input_ids.shape[1]
-        problems.append(f"input_ids: expected at most max_position_embeddings = {longest} tokens, got {got}")
-    if not input_ids.is_nested and labels is not None and labels.shape != input_ids.shape:
-        problems.append(f"labels: expected the shape of input_ids, {tuple(input_ids.shape)}, got {tuple(labels.shape)}")
-    if problems:
-        raise ValueError("; ".join(problems))
-
-
-def _jagged_problems(input_ids: torch.Tensor, labels: torch.Tensor | None, *, longest: int) -> Iterator[str]:
-    if input_ids.layout is not torch.jagged or input_ids.ndim != 2:
-        yield f"input_ids: expected a jagged tensor (documents, tokens), got {input_ids.ndim} dims, {input_ids.layout}"
-        return
-    if input_ids.lengths() is not None:  # type: ignore[attr-defined]  # what jagged tensors have
-        yield "input_ids: expected documents that lie end to end, got a jagged tensor with holes (lengths)"
-        return
-    if not input_ids.values().numel():
-        yield f"input_ids: expected at least one token, got {input_ids.shape[0]} documents without"
-        return
-    offsets = input_ids.offsets()  # type: ignore[attr-defined]
-    # On a GPU the lengths are not read: that would wait for it.
-    if offsets.device.type == "cpu" and int(offsets.diff().max()) > longest:
-        got = int(offsets.diff().max())
-        yield f"input_ids: expected documents of at most max_position_embeddings = {longest} tokens, got {got}"
-    if labels is not None and not (labels.is_nested and _same_documents(input_ids, labels)):
-        yield "labels: expected a jagged tensor with the documents of input_ids"
-
-
-def _same_documents(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two jagged tensors have as many tokens and, where that can be read without waiting, in each document."""
-    if one.values().shape != other.values().shape:
-        return False
-    mine, its = one.offsets(), other.offsets()  # type: ignore[attr-defined]  # what jagged tensors have
-    return mine.shape == its.shape and (mine.device.type != "cpu" or torch.equal(mine, its.to(mine.device)))
-
-
-def is_count(value: object) -> bool:
-    """Returns whether ``value`` is an integer >= 1; a bool is none here."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

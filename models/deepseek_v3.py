@@ -11,7 +11,8 @@ from torch import nn
 
 from models.activations import Batch, Part, gated, latent_attention
 from models.attention import LatentAttention
-from models.decoder import CausalLMConfig, is_count
+from models.decoder import CausalLMConfig
+from models.fields import is_count
 from models.layers import SwiGLU
 from models.moe import Experts, MoE, Router, grouped_sigmoid, relative_error, sign_of_error
 from models.rope import score_factor
@@ -76,6 +77,7 @@ class DeepseekV3Config(SparseConfig):
         "v_head_dim",
     )  # fmt: skip
     numbers: ClassVar[tuple[str, ...]] = (*CausalLMConfig.numbers, "routed_scaling_factor")
+    nonnegative: ClassVar[tuple[str, ...]] = (*SparseConfig.nonnegative, "router_bias_rate")
     switches: ClassVar[tuple[str, ...]] = (*SparseConfig.switches, "norm_topk_prob", "rope_interleave")
 
     def mismatches(self) -> Iterator[str]:
@@ -87,11 +89,9 @@ class DeepseekV3Config(SparseConfig):
             yield f"topk_group: {self.topk_group} groups have fewer than num_experts_per_tok experts"
         if self.topk_group > self.n_group:
             yield f"topk_group: expected at most n_group = {self.n_group}, got {self.topk_group}"
-        dense, rate = self.first_k_dense_replace, self.router_bias_rate
+        dense = self.first_k_dense_replace
         if isinstance(dense, bool) or not isinstance(dense, int) or not 0 <= dense <= self.num_hidden_layers:
             yield f"first_k_dense_replace: expected 0 to {self.num_hidden_layers}, got {dense!r}"
-        if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not rate >= 0:
-            yield f"router_bias_rate: expected a number >= 0, got {rate!r}"
         if self.router_bias_step not in ("sign", "error"):
             yield f"router_bias_step: expected 'sign' or 'error', got {self.router_bias_step!r}"
         if self.q_lora_rank is not None and not is_count(self.q_lora_rank):

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from models.moe import Experts, StackedLinear
+from models.moe import Experts, StackedLinear, inverse
 
 PART = "part_of"  # attribute of a parameter that is some experts of a stack: its Held
 
@@ -82,8 +82,7 @@ class ExpertParallel:
         ids = ids.repeat_interleave(arriving.flatten(), output_size=sum(received))
         by_expert = ids.argsort(stable=True)
         out = experts(tokens[by_expert], arriving.sum(dim=0))
-        places = torch.empty_like(by_expert).scatter_(0, by_expert, torch.arange(len(ids), device=x.device))
-        returned: torch.Tensor = _AllToAll.apply(out[places], received, sent, group)
+        returned: torch.Tensor = _AllToAll.apply(out[inverse(by_expert)], received, sent, group)
         return returned
 
     def _exchange_counts(self, counts: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ model.safetensors.index.json           which of them holds each tensor
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,35 +24,64 @@ class Stored(NamedTuple):
     """A tensor in a file, known from the file's header."""
 
     path: Path
+    name: str  # in that file
     shape: tuple[int, ...]
     dtype: str  # as safetensors names it, "BF16"
 
 
-def read_headers(folder: Path) -> tuple[dict[str, Stored], list[str]]:
-    """Returns every tensor in the folder's files of weights, and what is wrong with the files."""
+class Contents(NamedTuple):
+    """What the files of weights in a folder hold, as far as they can be read."""
+
+    tensors: dict[str, Stored]
+    lost: set[str]  # names that an index puts into files that cannot be read
+    problems: list[str]  # what is wrong with the files, a line each
+
+
+def read_headers(folder: Path) -> Contents:
+    """Returns what the folder's files of weights hold; reads their headers only."""
     names_of, problems = _files(folder)
-    stored: dict[str, Stored] = {}
+    found = Contents({}, set(), problems)
     for path, names in names_of.items():
         try:
-            with safe_open(path, framework="pt") as file:
-                slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  a handle, not a mapping
+            here = _header(path)
         except (OSError, SafetensorError) as error:
-            pointer = isinstance(error, SafetensorError) and _is_pointer(path)
-            reason = "a pointer of Git LFS: `git lfs pull` fetches the file itself" if pointer else error
-            problems.append(f"{path.name}: cannot be read, {reason}")
-            problems += [f"{path.name}: would hold {name}" for name in names]
+            held = f"; it would hold {_some(names)}" if names else ""
+            problems.append(f"{path.name}: cannot be read, {_reason(path, error)}{held}")
+            found.lost.update(names)
             continue
-        problems += [f"{path.name}: lacks {name}, which {INDEX} says it holds" for name in names if name not in slices]
-        problems += [f"{path.name}: {name} is in {stored[name].path.name} too" for name in slices if name in stored]
-        stored |= {name: Stored(path, tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
-    return stored, problems
+        problems += [f"{path.name}: lacks {name}, which {INDEX} says it holds" for name in names if name not in here]
+        twice = here.keys() & found.tensors.keys()
+        problems += [f"{path.name}: {name} is in {found.tensors[name].path.name} too" for name in sorted(twice)]
+        found.tensors.update(here)
+    found.lost.difference_update(found.tensors)
+    return found
+
+
+def _header(path: Path) -> dict[str, Stored]:
+    with path.open("rb"):  # says why it cannot be opened, where safetensors says that it is not there
+        pass
+    with safe_open(path, framework="pt") as file:
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  a handle, not a mapping
+    return {name: Stored(path, name, tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
+
+
+def _reason(path: Path, error: Exception) -> str:
+    if path.is_symlink() and not path.exists():
+        return f"a link to {path.readlink()}, where there is nothing"
+    if isinstance(error, SafetensorError) and _is_pointer(path):
+        return "a pointer of Git LFS: `git lfs pull` fetches the file itself"
+    return str(getattr(error, "strerror", None) or error)
+
+
+def _some(names: list[str], *, most: int = 4) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def no_weights(folder: Path) -> str | None:
     """Returns why there are no weights to read in ``folder``; None: there are."""
     if not folder.is_dir():
         return absence(folder)
-    if (folder / SINGLE).exists() or (folder / INDEX).exists():
+    if any(os.path.lexists(folder / name) for name in (SINGLE, INDEX)):
         return None
     pickled = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
     why = f"; {pickled[0]} is a pickle, which may run anything: convert it to safetensors" if pickled else ""
@@ -72,7 +102,7 @@ def _is_pointer(path: Path) -> bool:
 
 def _files(folder: Path) -> tuple[dict[Path, list[str]], list[str]]:
     """Returns each file of weights with the names that an index says it holds, and what is wrong with the index."""
-    if (folder / SINGLE).exists():
+    if os.path.lexists(folder / SINGLE):  # as transformers, which then looks at no index
         return {folder / SINGLE: []}, []
     try:
         names_of: dict[Path, list[str]] = {}

@@ -38,8 +38,9 @@ def fresh_folder(final: Path) -> Iterator[Path]:
                 _sync(path)
             partial.rename(final)
             _sync(final.parent)
-        except BaseException:
+        except BaseException as problem:
             shutil.rmtree(partial, ignore_errors=True)
+            _name(problem, partial)
             raise
 
 
@@ -56,10 +57,18 @@ def write_fresh(final: Path, text: str) -> None:
             partial.write_text(text, encoding="utf-8")
             _sync(partial)
             partial.rename(final)
-        except BaseException:
+            _sync(final.parent)
+        except BaseException as problem:
             with suppress(OSError):
                 partial.unlink()
+            _name(problem, partial)
             raise
+
+
+def _name(problem: BaseException, path: Path) -> None:
+    """Adds the path to an error of the system that says none, as one of a full disk."""
+    if isinstance(problem, OSError) and problem.errno is not None and problem.filename is None:
+        problem.filename = str(path)
 
 
 def _beside(final: Path) -> Path:

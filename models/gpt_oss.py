@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from models.activations import Batch, Part
-from models.decoder import is_count
+from models.fields import is_count
 from models.llama import GroupedQueryConfig
 from models.moe import Experts, MoE, Router, clamped_swiglu, top_k_softmax
 from models.sparse import SparseConfig
@@ -58,12 +58,14 @@ class GptOssConfig(SparseConfig, GroupedQueryConfig):
     swiglu_alpha: float = 1.702
     swiglu_limit: float = 7.0
 
-    counts: ClassVar[tuple[str, ...]] = (*GroupedQueryConfig.counts, *SparseConfig.counts, "intermediate_size")
+    counts: ClassVar[tuple[str, ...]] = (
+        *GroupedQueryConfig.counts, *SparseConfig.counts, "intermediate_size", "num_local_experts",
+    )  # fmt: skip
     numbers: ClassVar[tuple[str, ...]] = (*GroupedQueryConfig.numbers, "swiglu_alpha", "swiglu_limit")
 
     def mismatches(self) -> Iterator[str]:
         """Yields heads that do not divide, a router that cannot choose, and a window of nothing."""
-        yield from GroupedQueryConfig.mismatches(self)
+        yield from super().mismatches()
         yield from self.router_mismatches(self.num_local_experts)
         if self.sliding_window is not None and not is_count(self.sliding_window):
             yield f"sliding_window: expected None or an integer >= 1, got {self.sliding_window!r}"

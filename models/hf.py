@@ -9,7 +9,7 @@ written by rank 0. `python -m models.hf` is models.recipe.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +19,13 @@ from safetensors import safe_open
 
 from models.decoder import CausalLM, CausalLMConfig
 from models.expert_parallel import Held, held
-from models.files import Stored, no_weights, read_headers, read_json, write_json, write_weights
+from models.files import read_json, write_json, write_weights
 from models.fresh import fresh_folder
 from models.hf_config import CONFIG, config_json, load_config, model_type_of
-from models.stored import Part, parts_of, stored
+from models.inventory import find_weights, named_tensors, sources
+from models.stored import Source, stored
 
 __all__ = ["load", "load_config", "load_weights", "named_tensors", "save", "whole", "write"]
-
-# Safetensors' names of the dtypes that a weight may be stored in.
-_FLOATS = ("F64", "F32", "F16", "BF16")
 
 # What a folder holds beside the weights, for those who generate from it.
 _COMPANIONS = (
@@ -53,7 +51,9 @@ def load(
     config = load_config(folder, **choices)
     with torch.device("meta"):
         model = config.build()
-    model.to(dtype).to_empty(device=device)
+    for parameter in model.parameters():  # not buffers: a router's correction moves by less than bfloat16 can tell
+        parameter.data = parameter.data.to(dtype)
+    model.to_empty(device=device)
     model.tie_weights()
     load_weights(model, folder)
     return model
@@ -73,43 +73,23 @@ def load_weights(model: CausalLM, folder: str | Path) -> None:
         ValueError: If files are missing or damaged, or tensors are missing, unexpected, of another shape or not
             floating point. All are listed in one message, and the model is as it was.
     """
-    folder = Path(folder)
-    wanted = {name: (tensor, _parts(model, name, tensor)) for name, tensor in named_tensors(model)}
-    problems = check_weights(model.config, folder)
-    if problems:
-        raise ValueError("\n  ".join([f"{folder}: {len(problems)} problem(s), nothing was loaded:", *problems]))
-    files, _ = read_headers(folder)
-    pieces: dict[Path, list[tuple[Part, torch.Tensor, int, int]]] = {}
-    for tensor, parts in wanted.values():
+    layout, files = find_weights(model.config, Path(folder), undone="loaded")
+    pieces: dict[Path, list[tuple[str, Source, torch.Tensor, slice]]] = {}
+    for name, tensor in named_tensors(model):
         local, start = _local_run(tensor)
-        size = tensor.numel() // max(len(parts), 1)
-        for i, part in enumerate(parts):
+        found = sources(model, name, tensor, layout)
+        size = tensor.numel() // max(len(found), 1)
+        for i, source in enumerate(found):
             low, high = max(i * size, start), min((i + 1) * size, start + len(local))
             if low < high:
-                target = local[low - start : high - start]
-                pieces.setdefault(files[part.name].path, []).append((part, target, low - i * size, high - i * size))
+                file, target = files[source.name], local[low - start : high - start]
+                run = slice(low - i * size, high - i * size)
+                pieces.setdefault(file.path, []).append((file.name, source, target, run))
     with torch.no_grad():
         for path, some in pieces.items():
             with safe_open(path, framework="pt") as file:
-                for part, target, low, high in some:
-                    target.copy_(_read(file, part).reshape(-1)[low:high])
-
-
-def check_weights(config: CausalLMConfig, folder: str | Path) -> list[str]:
-    """Returns what is wrong with the files of weights in ``folder``, for a model of ``config``; reads headers only."""
-    if (nothing := no_weights(Path(folder))) is not None:
-        return [nothing]
-    with torch.device("meta"):
-        model = config.build()
-    wanted = {part.name: part.shape for name, tensor in named_tensors(model) for part in _parts(model, name, tensor)}
-    files, problems = read_headers(Path(folder))
-    aliases = {"lm_head.weight": "model.embed_tokens.weight"} if config.tie_word_embeddings else {}
-    ignored = f"model.layers.{config.num_hidden_layers}."  # multi-token prediction, as transformers ignores it
-    files = {name: tensor for name, tensor in files.items() if not name.startswith(ignored)}
-    problems += _mismatches(wanted, files, aliases)
-    if not problems:  # only then can they be compared
-        problems += _false_aliases(files, aliases)
-    return problems
+                for name, source, target, run in some:
+                    target.copy_(_read(file, name, source).reshape(-1)[run])
 
 
 def save(
@@ -184,21 +164,7 @@ def write(
                 shutil.copyfile(source, partial / source.name)
 
 
-# --- a model's tensors and their runs ---
-
-
-def named_tensors(model: CausalLM) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields parameters and the buffers that are saved with them; tied ones once."""
-    yield from model.named_parameters()
-    kept = model.state_dict(keep_vars=True).keys()
-    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in kept)
-
-
-def _parts(model: CausalLM, name: str, tensor: torch.Tensor) -> list[Part]:
-    part = held(tensor)
-    total = tensor.shape[0] if part is None else part.total
-    experts = range(tensor.shape[0]) if part is None else range(part.first, part.stop)
-    return parts_of(model_type_of(model.config), name, tuple(tensor.shape), experts=experts, total=total)
+# --- what ranks hold ---
 
 
 def _local_run(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -230,44 +196,11 @@ def whole(tensor: torch.Tensor, part: Held | None = None) -> torch.Tensor:
     return torch.cat(stacks)
 
 
-# --- checks and reads ---
-
-
-def _mismatches(
-    shapes: Mapping[str, tuple[int, ...]], files: Mapping[str, Stored], aliases: Mapping[str, str]
-) -> Iterator[str]:
-    """Yields each name that is missing, unexpected, of another shape or of a dtype that is not floating point."""
-    for name, shape in shapes.items():
-        if name not in files:
-            yield f"missing: {name} {shape}"
-    for name, tensor in files.items():
-        shape_wanted = shapes.get(aliases.get(name, name))
-        if shape_wanted is None:
-            if not name.endswith("rotary_emb.inv_freq"):  # a constant that old transformers stored and new ones skip
-                yield f"unexpected: {name} {tensor.shape}"
-        elif tensor.shape != shape_wanted:
-            yield f"shape: {name}: expected {shape_wanted}, got {tensor.shape}"
-        elif tensor.dtype not in _FLOATS:
-            yield f"dtype: {name}: expected one of {', '.join(_FLOATS)}, got {tensor.dtype}"
-
-
-def _false_aliases(files: Mapping[str, Stored], aliases: Mapping[str, str]) -> Iterator[str]:
-    """Yields each stored alias whose numbers are not those of the tensor that the config says it is."""
-    for name, original in aliases.items():
-        if name in files:
-            pair = []
-            for key in (name, original):
-                with safe_open(files[key].path, framework="pt") as file:
-                    pair.append(file.get_tensor(key))
-            if not torch.equal(*pair):
-                yield f"{name}: differs from {original}, but config.json says tie_word_embeddings"
-
-
-def _read(file: Any, part: Part) -> torch.Tensor:
-    """Reads one part, on the CPU, in the dtype it is stored in."""
-    if part.entry is None:
-        return part.pick(file.get_tensor(part.name))
-    return part.pick(file.get_slice(part.name)[part.entry])
+def _read(file: Any, name: str, source: Source) -> torch.Tensor:
+    """Reads from a stored tensor what of it is a parameter's, on the CPU, in the dtype it is stored in."""
+    if source.entry is None:
+        return source.pick(file.get_tensor(name))
+    return source.pick(file.get_slice(name)[source.entry])
 
 
 if __name__ == "__main__":

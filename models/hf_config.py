@@ -52,6 +52,7 @@ FAMILIES = {
         MixtralConfig,
         "MixtralForCausalLM",
         {"hidden_act": "silu", "attention_dropout": 0.0, "sliding_window": None, "router_jitter_noise": 0.0},
+        {"num_experts": "num_local_experts"},
     ),
     "gpt_oss": Family(
         GptOssConfig,
@@ -63,6 +64,7 @@ FAMILIES = {
         DeepseekV3Config,
         "DeepseekV3ForCausalLM",
         {**_DENSE, "moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+        {"num_local_experts": "n_routed_experts"},
     ),
 }
 
@@ -92,7 +94,7 @@ def load_config(folder: str | Path, **choices: Any) -> CausalLMConfig:
     problems = list(_unlike(model_type, family, raw))
     raw = {family.synonyms.get(key, key): value for key, value in raw.items()}
     names = {field.name for field in dataclasses.fields(family.config)} - {"rope_theta", "rope_scaling", *OURS}
-    fields = {name: raw[name] for name in names if name in raw} | _rope_fields(raw)
+    fields = {name: raw[name] for name in names if name in raw} | _rope_fields(raw, family.config)
     if "sliding_window" in names and _sees_everything(raw.get("layer_types")):
         fields["sliding_window"] = None
     fields |= choices
@@ -119,7 +121,9 @@ def config_json(config: CausalLMConfig, dtype: torch.dtype, other_keys: Mapping[
     fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name not in OURS}
     if config.rope_scaling is None and family.config().rope_scaling is not None:  # null would mean the family's own
         fields["rope_scaling"] = {"rope_type": "default"}
-    extra = {"num_key_value_heads": config.num_attention_heads} if model_type == "deepseek_v3" else {}
+    extra = {}
+    if model_type == "deepseek_v3":  # transformers' defaults are those of the published model
+        extra = {"num_key_value_heads": config.num_attention_heads, "num_nextn_predict_layers": 0}
     if isinstance(config, GptOssConfig) and config.sliding_window is None:  # transformers wants a number all the same
         fields["sliding_window"] = config.max_position_embeddings
         fields["layer_types"] = ["full_attention"] * config.num_hidden_layers
@@ -139,7 +143,10 @@ def _unlike(model_type: str, family: Family, raw: Mapping[str, Any]) -> Iterator
         if raw.get(key) not in (None, fixed):
             yield f"{key}: expected {fixed!r}, got {raw[key]!r}"
     if raw.get("quantization_config") is not None:
-        yield "quantization_config: expected weights that are not quantised"
+        yield "quantization_config: expected weights that are not quantised; transformers can dequantise and save them"
+    for key, field in family.synonyms.items():
+        if None not in (raw.get(key), raw.get(field)) and raw[key] != raw[field]:
+            yield f"{key}: expected {field}, of which it is another name, {raw[field]!r}, got {raw[key]!r}"
     for key in _ROPE_KEYS:
         if not isinstance(raw.get(key), Mapping | None):
             yield f"{key}: expected a JSON object, got {raw[key]!r}"
@@ -148,13 +155,16 @@ def _unlike(model_type: str, family: Family, raw: Mapping[str, Any]) -> Iterator
         kinds = ("sliding_attention", "full_attention") if model_type == "gpt_oss" else ("full_attention",)
         if not isinstance(layers, list) or layers != [kinds[i % len(kinds)] for i in range(len(layers))]:
             yield f"layer_types: expected {' and '.join(kinds)} in turn, got {layers!r}"
+    number = raw.get("num_hidden_layers", len(layers) if isinstance(layers, list) else None)
+    if isinstance(layers, list) and len(layers) != number:
+        yield f"layer_types: expected as many as num_hidden_layers, {number!r}, got {len(layers)}"
 
 
 def _sees_everything(layers: Any) -> bool:
     return isinstance(layers, list) and bool(layers) and layers == ["full_attention"] * len(layers)
 
 
-def _rope_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
+def _rope_fields(raw: Mapping[str, Any], family: type[CausalLMConfig]) -> dict[str, Any]:
     """Returns rope_theta and rope_scaling of a config.json; empty if it leaves them to the family.
 
     transformers 4 has ``rope_theta`` beside ``rope_scaling`` (older files say "type" for "rope_type"); 5 has both in
@@ -163,15 +173,19 @@ def _rope_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
     rope: Mapping[str, Any] = next(
         (raw[key] for key in _ROPE_KEYS if raw.get(key) and isinstance(raw[key], Mapping)), {}
     )
+    theta = rope.get("rope_theta", raw.get("rope_theta"))
+    fields = {} if theta is None else {"rope_theta": theta}
     rope_type = rope.get("rope_type", rope.get("type", "default"))
-    ours = ("rope_theta", "rope_type", "type")
-    scaling = {key: value for key, value in rope.items() if key not in ours and value is not None}
-    fields = {"rope_theta": theta} if (theta := rope.get("rope_theta", raw.get("rope_theta"))) is not None else {}
-    if rope_type in ("llama3", "yarn"):  # transformers' own default
-        scaling.setdefault("original_max_position_embeddings", raw.get("max_position_embeddings"))
-    if scaling.get("partial_rotary_factor") == 1.0:
-        del scaling["partial_rotary_factor"]
-    if not rope and not any(key in raw for key in _ROPE_KEYS):
+    apart = ("rope_theta", "rope_type", "type", "partial_rotary_factor")
+    scaling = {key: value for key, value in rope.items() if key not in apart and value is not None}
+    partial = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
+    if partial not in (None, 1):  # not computed, so not to be passed over
+        scaling["partial_rotary_factor"] = partial
+    if rope_type in ("llama3", "yarn"):  # whichever transformers takes
+        original = "original_max_position_embeddings"
+        scaling.setdefault(original, raw.get("max_position_embeddings", family.max_position_embeddings))
+        scaling |= {original: raw[original]} if raw.get(original) is not None else {}
+    if not rope and not scaling:  # also null, which for GPT-OSS is its own YaRN in transformers 5 and was none in 4
         return fields
     plain = rope_type == "default" and not scaling
     return fields | {"rope_scaling": None if plain else {"rope_type": rope_type, **scaling}}

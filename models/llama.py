@@ -10,7 +10,8 @@ from torch import nn
 
 from models.activations import Batch, Part, gated, grouped_queries
 from models.attention import Attention
-from models.decoder import CausalLMConfig, is_count
+from models.decoder import CausalLMConfig
+from models.fields import is_count
 from models.layers import SwiGLU
 
 

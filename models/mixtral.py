@@ -34,11 +34,13 @@ class MixtralConfig(SparseConfig, GroupedQueryConfig):
     rope_theta: float = 1e6
     router_aux_loss_coef: float = 0.001
 
-    counts: ClassVar[tuple[str, ...]] = (*GroupedQueryConfig.counts, *SparseConfig.counts, "intermediate_size")
+    counts: ClassVar[tuple[str, ...]] = (
+        *GroupedQueryConfig.counts, *SparseConfig.counts, "intermediate_size", "num_local_experts",
+    )  # fmt: skip
 
     def mismatches(self) -> Iterator[str]:
         """Yields heads that do not divide and a router that cannot choose."""
-        yield from GroupedQueryConfig.mismatches(self)
+        yield from super().mismatches()
         yield from self.router_mismatches(self.num_local_experts)
 
     def feed_forward(self, layer: int) -> nn.Module:

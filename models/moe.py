@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from models.documents import Sequences, rows
 from models.layers import SwiGLU
 
 
@@ -79,7 +80,7 @@ def grouped_sigmoid(
     weights = scores.gather(-1, chosen)
     if renormalise:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)  # as deepseek-ai's, for the same bits
-    return Choice(weights * scale, chosen, scores / scores.sum(dim=-1, keepdim=True))
+    return Choice(weights * scale, chosen, scores / (scores.sum(dim=-1, keepdim=True) + 1e-20))
 
 
 def sign_of_error(counted: torch.Tensor) -> torch.Tensor:
@@ -144,11 +145,12 @@ class Router(nn.Module):
         correction = None if correction_rate is None else torch.zeros(num_experts)
         self.register_buffer("e_score_correction_bias", correction)
 
-    def forward(self, x: torch.Tensor) -> tuple[Choice, torch.Tensor, torch.Tensor]:
+    def forward(self, x: torch.Tensor, sequences: Sequences | None = None) -> tuple[Choice, torch.Tensor, torch.Tensor]:
         """Returns the choice, the tokens of each expert, and the balancing loss.
 
         Args:
             x: (n, hidden) floating point.
+            sequences: Of the tokens, for the balancing loss. None: all are of one.
 
         Returns:
             The choice; (experts,) int64; () float32, summed over the tokens.
@@ -165,9 +167,24 @@ class Router(nn.Module):
         # Counted once: not again where activation checkpointing computes the layer in backward, nor in evaluation.
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
             self.counted = counts if self.counted is None else self.counted + counts
-        # E sum_e f_e P_e of arXiv 2101.03961, equations 4-6, with f_e as k tokens' share, as transformers has it.
-        aux = (counts.float() * choice.shares.mean(dim=0)).sum() * (num_experts * self.aux_coef)
-        return choice, counts, aux if len(x) else aux.new_zeros(())
+        if not (self.aux_coef and len(x)):
+            return choice, counts, logits.new_zeros(())
+        return choice, counts, self._imbalance(choice, sequences or rows(1, len(x), x.device))
+
+    def _imbalance(self, choice: Choice, sequences: Sequences) -> torch.Tensor:
+        """Returns the balancing loss, () float32: ``E sum_e f_e P_e`` of each sequence, times its tokens.
+
+        As arXiv 2101.03961, equations 4-6, with f_e as k tokens' share, as transformers has it; but of a sequence, as
+        arXiv 2412.19437, equations 17-20, not of a batch: so it is the same however sequences are dealt over
+        micro-batches and ranks.
+        """
+        num_experts = choice.shares.shape[1]
+        at = (sequences.of_token[:, None] * num_experts + choice.chosen).flatten()
+        counts = at.new_zeros(sequences.number * num_experts).scatter_add_(0, at, torch.ones_like(at))
+        counts = counts.view(-1, num_experts)
+        chosen = counts * (self.k / counts.sum(dim=1, keepdim=True).clamp(min=1))  # f_e
+        # Token by token, so that nothing is summed in an order that a device chooses: f_e has no gradient.
+        return (chosen[sequences.of_token] * choice.shares).sum() * (num_experts * self.aux_coef)
 
     @torch.no_grad()
     def correct(self, counted: torch.Tensor, *, skip: torch.Tensor | None = None) -> None:
@@ -188,7 +205,8 @@ def _dealt(choice: Choice, k: int) -> Choice:
     n, num_experts = choice.shares.shape
     chosen = (torch.arange(n * k, device=choice.chosen.device) % num_experts).view(n, k)
     weights = choice.shares.gather(-1, chosen)
-    return Choice(weights / weights.sum(dim=-1, keepdim=True), chosen, choice.shares)
+    total = weights.sum(dim=-1, keepdim=True).clamp(min=1e-20)  # shares that nobody chose may all be zero
+    return Choice(weights / total, chosen, choice.shares)
 
 
 class StackedLinear(nn.Module):
@@ -284,6 +302,15 @@ class Experts(nn.Module):
         return out
 
 
+def inverse(order: torch.Tensor) -> torch.Tensor:
+    """Returns the permutation that undoes one, ``x[order][inverse(order)]`` being ``x``; (n,) int64.
+
+    Args:
+        order: (n,) int64.
+    """
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+
+
 def run_here(x: torch.Tensor, counts: torch.Tensor, experts: nn.Module) -> torch.Tensor:
     """Returns what the experts make of their tokens, all of them being on this rank."""
     out: torch.Tensor = experts(x, counts)
@@ -316,15 +343,20 @@ class MoE(nn.Module):
         """The router, whatever it is called."""
         return self.get_submodule(self.router_name)  # type: ignore[return-value]
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the layer's output, (b, s, hidden) in the dtype of ``x``, and the balancing loss, () float32."""
+    def forward(self, x: torch.Tensor, sequences: Sequences | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the layer's output, (b, s, hidden) in the dtype of ``x``, and the balancing loss, () float32.
+
+        Args:
+            x: (b, s, hidden) floating point.
+            sequences: Of the b s tokens, for the balancing loss. None: all are of one.
+        """
         flat = x.flatten(0, -2)
-        choice, counts, aux = self.chooser(flat)
+        choice, counts, aux = self.chooser(flat, sequences)
         k = choice.chosen.shape[-1]
         by_expert = choice.chosen.flatten().argsort(stable=True)
         out = self.run(flat[by_expert // k], counts, self.experts)
-        places = torch.empty_like(by_expert).scatter_(0, by_expert, torch.arange(len(by_expert), device=x.device))
-        mixed = torch.bmm(choice.weights.to(x.dtype)[:, None], out[places].unflatten(0, (-1, k))).view(x.shape)
+        each = out[inverse(by_expert)].unflatten(0, (-1, k))
+        mixed = torch.bmm(choice.weights.to(x.dtype)[:, None], each).view(x.shape)
         if self.shared_experts is not None:
             mixed = mixed + self.shared_experts(x)
         return mixed, aux

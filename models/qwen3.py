@@ -28,6 +28,7 @@ class Qwen3Config(GroupedQueryConfig):
 
     vocab_size: int = 151936
     intermediate_size: int = 22016
+    num_key_value_heads: int = 32
     max_position_embeddings: int = 32768
     head_dim: int = 128
 
@@ -73,12 +74,14 @@ class Qwen3MoeConfig(SparseConfig, GroupedQueryConfig):
     norm_topk_prob: bool = False
     router_aux_loss_coef: float = 0.001
 
-    counts: ClassVar[tuple[str, ...]] = (*GroupedQueryConfig.counts, *SparseConfig.counts, "moe_intermediate_size")
+    counts: ClassVar[tuple[str, ...]] = (
+        *GroupedQueryConfig.counts, *SparseConfig.counts, "moe_intermediate_size", "num_experts",
+    )  # fmt: skip
     switches: ClassVar[tuple[str, ...]] = (*SparseConfig.switches, "norm_topk_prob")
 
     def mismatches(self) -> Iterator[str]:
         """Yields heads that do not divide and a router that cannot choose."""
-        yield from GroupedQueryConfig.mismatches(self)
+        yield from super().mismatches()
         yield from self.router_mismatches(self.num_experts)
 
     def attention(self, layer: int) -> nn.Module:

@@ -23,10 +23,10 @@ from pathlib import Path
 
 from models.decoder import CausalLMConfig
 from models.fresh import write_fresh
-from models.hf import check_weights
 from models.hf_config import load_config
+from models.inventory import find_weights
 
-NAME = r"\w[\w.+-]*"  # what `model=NAME` takes without quotes
+NAME = r"\w[\w.+-]*"  # what `model=NAME` takes without quotes, unless it reads that as another value
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -69,17 +69,24 @@ def import_folder(folder: Path, out: Path, *, name: str | None = None) -> str:
     """
     folder = folder.expanduser().resolve()
     name = folder.name if name is None else name
-    if not re.fullmatch(NAME, name):
-        raise ValueError(f"--name: expected letters, digits and ._+-, as `model=NAME` takes them, got {name!r}")
+    if not re.fullmatch(NAME, name) or _is_value(name):
+        raise ValueError(f"--name: expected a word of letters, digits and ._+-, as `model=NAME` takes it, got {name!r}")
     path = out.expanduser() / "model" / f"{name}.yaml"
     if path.exists():
         raise ValueError(f"{path} exists: choose another --name, or remove it")
     config = load_config(folder, weights=str(folder), checkpoint="full")
-    problems = check_weights(config, folder)
-    if problems:
-        raise ValueError("\n  ".join([f"{folder}: {len(problems)} problem(s), nothing was imported:", *problems]))
+    find_weights(config, folder, undone="imported")
     write_fresh(path, _recipe(config))
     return f"{path}: {config.num_parameters():,} parameters from {folder}"
+
+
+def _is_value(name: str) -> bool:
+    """Whether Hydra takes ``name`` for a number, a truth value or nothing."""
+    try:
+        float(name)
+    except ValueError:
+        return name.lower() in ("null", "true", "false")
+    return True
 
 
 def _recipe(config: CausalLMConfig) -> str:

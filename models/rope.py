@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from models.fields import is_positive
+
 
 class Scaling(NamedTuple):
     """The keys of one ``rope_type``."""
@@ -177,8 +179,3 @@ def rope_problems(scaling: object) -> Iterator[str]:
     if rope_type == "llama3" and not bad and not scaling["low_freq_factor"] < scaling["high_freq_factor"]:
         low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
         yield f"rope_scaling.low_freq_factor: expected less than high_freq_factor = {high}, got {low}"
-
-
-def is_positive(value: object) -> bool:
-    """Returns whether ``value`` is a finite number above zero; a bool is not a number here."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf

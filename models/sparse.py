@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from models.activations import Batch, Part, experts
-from models.decoder import CausalLMConfig, is_count
+from models.decoder import CausalLMConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +17,7 @@ class SparseConfig(CausalLMConfig):
     Args:
         num_experts_per_tok: Experts that a token goes through.
         router_aux_loss_coef: Weight of the balancing loss, the mean over the layers of ``E sum_e f_e P_e`` (arXiv
-            2101.03961, equations 4-6), beside a token's loss; 0: none.
+            2101.03961, equations 4-6) of each sequence, beside a token's loss; 0: none.
         force_balance: Deal the tokens out evenly instead of routing them, for measuring speed.
 
     The other arguments, and what is raised, are ``CausalLMConfig``'s.
@@ -28,6 +28,7 @@ class SparseConfig(CausalLMConfig):
     force_balance: bool = False
 
     counts: ClassVar[tuple[str, ...]] = ("num_experts_per_tok",)
+    nonnegative: ClassVar[tuple[str, ...]] = ("router_aux_loss_coef",)
     switches: ClassVar[tuple[str, ...]] = (*CausalLMConfig.switches, "force_balance")
 
     def router_options(self) -> dict[str, Any]:
@@ -45,6 +46,7 @@ class SparseConfig(CausalLMConfig):
             num_experts=num_experts,
             shared=shared,
             clamped=clamped,
+            balanced=self.router_aux_loss_coef > 0,
         )
 
     def num_sparse_layers(self) -> int:
@@ -52,9 +54,6 @@ class SparseConfig(CausalLMConfig):
         return self.num_hidden_layers
 
     def router_mismatches(self, num_experts: int) -> Iterator[str]:
-        """Yields what is wrong with the router's fields."""
-        if not is_count(num_experts) or self.num_experts_per_tok > num_experts:
-            yield f"num_experts_per_tok: expected at most {num_experts!r} experts, got {self.num_experts_per_tok}"
-        coef = self.router_aux_loss_coef
-        if isinstance(coef, bool) or not isinstance(coef, (int, float)) or not coef >= 0:
-            yield f"router_aux_loss_coef: expected a number >= 0, got {coef!r}"
+        """Yields a number of experts per token that there are not."""
+        if self.num_experts_per_tok > num_experts:
+            yield f"num_experts_per_tok: expected at most {num_experts} experts, got {self.num_experts_per_tok}"

@@ -7,7 +7,12 @@ deepseek_v3     likewise                                    likewise, and mlp.ga
 mixtral         block_sparse_moe.experts.{e}.w1.weight      block_sparse_moe.gate.weight
 gpt_oss         mlp.experts.gate_up_proj (E, d, 2 ffn),     mlp.router.weight (in memory too)
                 gate in even and up in odd columns
+fused           mlp.experts.gate_up_proj (E, 2 ffn, d),     as in memory
+                gate above up
 ==============  ==========================================  ==================================================
+
+"fused" is what transformers 5 has in memory of qwen3_moe, deepseek_v3 and mixtral, and writes when asked not to keep
+the original format (``save_pretrained(save_original_format=False)``); it is read, never written.
 """
 
 from __future__ import annotations
@@ -22,8 +27,8 @@ _STACK = re.compile(r"(?P<at>.*\.mlp\.experts)\.(?P<which>gate|up|down)_proj\.(?
 _MIXTRAL = {"gate": "w1", "up": "w3", "down": "w2"}
 
 
-class Part(NamedTuple):
-    """A stretch of a parameter, as it is stored; the parts of a parameter, in order, are its flattened elements."""
+class Source(NamedTuple):
+    """Where a stretch of a parameter is stored; the sources of a parameter, in order, are its flattened elements."""
 
     name: str  # of the stored tensor
     shape: tuple[int, ...]  # of the stored tensor
@@ -31,11 +36,17 @@ class Part(NamedTuple):
     pick: Callable[[torch.Tensor], torch.Tensor]  # what of that belongs to the parameter
 
 
-def parts_of(model_type: str, name: str, shape: tuple[int, ...], *, experts: range, total: int) -> list[Part]:
+def layout_of(model_type: str, names: Iterable[str]) -> str:
+    """Returns which row of the table above a folder is of, by the names of its tensors."""
+    fused = model_type != "gpt_oss" and any(name.endswith(".mlp.experts.gate_up_proj") for name in names)
+    return "fused" if fused else model_type
+
+
+def sources_of(layout: str, name: str, shape: tuple[int, ...], *, experts: range, total: int) -> list[Source]:
     """Returns where a parameter is stored.
 
     Args:
-        model_type: Hugging Face's word for the family.
+        layout: From ``layout_of``.
         name: Of the parameter.
         shape: Of the parameter.
         experts: Those that the parameter holds, if it is a stack.
@@ -43,11 +54,12 @@ def parts_of(model_type: str, name: str, shape: tuple[int, ...], *, experts: ran
     """
     stack = _STACK.fullmatch(name)
     if stack is None:
-        return [Part(_renamed(model_type, name), shape, None, _same)]
-    if model_type == "gpt_oss":
-        stored, stored_shape, pick = _gpt_oss(stack, (total, *shape[1:]))
-        return [Part(stored, stored_shape, expert, pick) for expert in experts]
-    return [Part(_one_expert(model_type, stack, expert), shape[1:], None, _same) for expert in experts]
+        return [Source(_renamed(layout, name), shape, None, _same)]
+    if layout in ("gpt_oss", "fused"):
+        together = _gpt_oss if layout == "gpt_oss" else _fused
+        stored_name, stored_shape, pick = together(stack, (total, *shape[1:]))
+        return [Source(stored_name, stored_shape, expert, pick) for expert in experts]
+    return [Source(_one_expert(layout, stack, expert), shape[1:], None, _same) for expert in experts]
 
 
 def stored(model_type: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -91,10 +103,21 @@ def _one_expert(model_type: str, stack: re.Match[str], expert: int) -> str:
     return f"{at}.{expert}.{which}_proj.{stack['kind']}"
 
 
-def _gpt_oss(
+def _fused(
     stack: re.Match[str], shape: tuple[int, ...]
 ) -> tuple[str, tuple[int, ...], Callable[[torch.Tensor], torch.Tensor]]:
     """The stored name and shape, and what of one expert's entry is the parameter's."""
+    total, rows, columns = shape
+    if stack["which"] == "down":
+        return f"{stack['at']}.down_proj", shape, _same
+    half = slice(0, rows) if stack["which"] == "gate" else slice(rows, 2 * rows)
+    return f"{stack['at']}.gate_up_proj", (total, 2 * rows, columns), lambda stored_entry: stored_entry[half]
+
+
+def _gpt_oss(
+    stack: re.Match[str], shape: tuple[int, ...]
+) -> tuple[str, tuple[int, ...], Callable[[torch.Tensor], torch.Tensor]]:
+    """As ``_fused``."""
     which, suffix = stack["which"], "_bias" if stack["kind"] == "bias" else ""
     columns = {"gate": slice(0, None, 2), "up": slice(1, None, 2), "down": slice(None)}[which]
     total, out, *inner = shape

@@ -193,8 +193,9 @@ class Muon:
         """
         (payload,) = payloads
         matrices = payload.reshape(-1, *payload.shape[-2:])
-        pieces = matrices.split(list(self.split or matrices.shape[-2:-1]), dim=-2)
-        directions = torch.cat([self._orthogonal(piece) for piece in pieces], dim=-2)
+        parts = matrices.split(list(self.split or matrices.shape[-2:-1]), dim=-2)
+        found = [self._orthogonal(part) for part in parts]
+        directions = torch.cat(found, dim=-2) if len(found) > 1 else found[0]
         return directions.to(self.wire_dtype).view(payload.shape)
 
     def blocks_in_place(
@@ -235,7 +236,8 @@ class Muon:
 
         if matrices.device.type == "cpu":
             # One at a time: CPU libraries choose the kernel, hence the bits, by the size of the batch; no time is lost.
-            return torch.stack([orthogonal(matrix) for matrix in matrices])
+            found = [orthogonal(matrix) for matrix in matrices]
+            return torch.stack(found) if len(found) > 1 else found[0][None]
         return orthogonal(matrices)
 
     def apply(self, param: Tensor, direction: Tensor, state: Mapping[str, Tensor], *, skip: Tensor | None) -> None:

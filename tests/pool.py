@@ -72,10 +72,16 @@ def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
 
 
 class Pool:
-    """``world`` ranks on gloo; ``run`` calls a module-level function of a test file on all of them."""
+    """``world`` ranks on gloo; ``run`` calls a module-level function of a test file on all of them.
 
-    def __init__(self, world: int, context: BaseContext = FORKED) -> None:
-        self.world, self.context = world, context
+    Args:
+        world: Number of ranks.
+        context: How their processes are started.
+        may_die: A rank that dies is no failure: its result is its exit code, and the others are waited for.
+    """
+
+    def __init__(self, world: int, context: BaseContext = FORKED, *, may_die: bool = False) -> None:
+        self.world, self.context, self.may_die = world, context, may_die
         self.workers: list[Any] = []
         self.pipes: list[Connection] = []
         self.folder: tempfile.TemporaryDirectory[str] | None = None
@@ -101,7 +107,9 @@ class Pool:
         try:
             return pickle.loads(self.pipes[rank].recv_bytes())
         except (EOFError, ConnectionResetError):
-            return False, f"the process died with exit code {self.workers[rank].exitcode}"
+            self.workers[rank].join()
+            code = self.workers[rank].exitcode
+            return self.may_die, code if self.may_die else f"the process died with exit code {code}"
 
     def restart(self) -> None:
         """Starts new workers."""

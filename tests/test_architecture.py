@@ -18,7 +18,7 @@ LEVELS = (
     {"planner"},
     {"partitions"},
     {"segments"},
-    {"collectives", "placement", "checksum", "counting", "scratch"},
+    {"collectives", "placement", "checksum", "counting", "scratch", "host_read"},
     {"streams", "reductions", "comms", "elementwise"},
     {"ragged_tensor"},
     {"kernels"},
@@ -68,7 +68,7 @@ LEVELS = (
     {"trainer", "machine", "pipeline", "live"},
     {"blueprint", "uneven"},
     {"memory", "traffic", "simulate", "advice"},
-    {"forecast", "tables", "shortage"},
+    {"optimizer_step", "forecast", "comparison", "tables", "shortage"},
     {"train", "report", "export", "torchrun"},
     {"plan"},
 )

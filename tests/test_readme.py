@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -131,6 +132,23 @@ def test_a_rule_of_ones_own_composes(tmp_path: Path) -> None:
     (tmp_path / "optimizer" / "lion.yaml").write_text(_code("Write a rule", language="yaml")[0])
     config = compose(["--config-dir", str(tmp_path), "optimizer=lion"])
     assert config["optimizer"]["all"]["rule"] == {"_target_": "lion.Lion", "lr": 3e-4}
+
+
+def test_the_mixture_trains_on_both_its_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vescale.resolve import resolve
+    from vescale.train import compose
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "mixed.yaml").write_text(_code("Data", language="yaml")[0])
+    for name in ("web", "code"):
+        (tmp_path / f"{name}.txt").write_text(f"{name} " * 9000)
+    config = compose(["--config-dir", str(tmp_path), "data=mixed"])["data"]
+    data = resolve(config).open()
+    assert set(data.validations) == {"web", "code"} and data.train.read(0, 8).labels.shape == (8, 256)
+    del config["parts"]["web"]["_target_"]
+    with pytest.raises(ValueError, match=r"parts: expected Part, by _target_: vescale\.data\.mixture\.Part, got"):
+        resolve(config)
 
 
 def test_the_map_has_every_file() -> None:

@@ -1,34 +1,56 @@
-"""Advice: what to change, in the order in which people decide, each with the numbers that say so."""
+"""Advice: what to change, in the order in which people decide, each with the numbers that say so.
+
+A decision is taken with those before it: whether to compute layers again, at the lowest ZeRO stage that fits, and so
+on. What a run is configured with already is never advised, and a decision that would have to be taken and cannot be
+(``MISSING``) names nothing to write on a command line.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 HSDP_RANKS = 512  # a ring's latency grows with its ranks; groups of this size and smaller are left alone
 RING_LATENCY = 0.1  # share of a gather's time that is latency, above which smaller groups are worth their memory
 PIPELINE_LAYERS = 60  # fewer layers leave a stage too few to hide its bubble
-NOT_YET = "this release cannot do it yet"
+
+YES, NO, KEEP, SHORT = "yes", "no", "as configured", "not enough"
+MISSING = "needed, and vescale cannot do it yet"
+
+
+class Setting(NamedTuple):
+    """What a command line chooses.
+
+    Args:
+        stage: ZeRO stage.
+        recomputed: Whether layers are computed again in backward.
+        micro_batch: Sequences of one forward.
+    """
+
+    stage: int
+    recomputed: bool
+    micro_batch: int
 
 
 class Advice(NamedTuple):
-    """One step of the decision.
+    """One decision.
 
     Args:
         question: What is decided.
-        verdict: "yes", "no", or "not enough": needed, and more than it.
+        verdict: ``YES``: to be changed; ``NO``: not needed; ``KEEP``: needed, and so it is; ``SHORT``: needed, and more
+            than it; ``MISSING``.
         because: The numbers.
-        available: Whether this release can.
+        change: What to write on the command line; "" where it stands already, or would not help.
     """
 
     question: str
     verdict: str
     because: str
-    available: bool
+    change: str = ""
 
     def __str__(self) -> str:
-        later = f" ({NOT_YET})" if self.verdict == "yes" and not self.available else ""
-        return f"{self.question}: {self.verdict}, {self.because}{later}"
+        change = f" ({self.change})" if self.change else ""
+        return f"{self.question}: {self.verdict}{change}, {self.because}"
 
 
 class Facts(NamedTuple):
@@ -36,104 +58,165 @@ class Facts(NamedTuple):
 
     Args:
         available: Bytes that a device has for the run.
-        peaks: Peak by ZeRO stage, as configured.
-        recomputed: Peak with recomputation, at the stage of the run.
-        kept: Peak without.
-        layer: Bytes that the largest layer needs whole: gathered, its gradients, and its activations.
+        configured: What the run asks for.
+        peak: Most bytes at any moment of a step with a setting.
+        micro_batches: Sizes that divide a rank's share of the batch, the largest first.
+        layer: Bytes that the largest layer needs whole with one sequence: gathered, its gradients, its activations.
         layers: Number of them.
-        ranks: That share the model.
+        ranks: That share a copy of the model, above stage 0.
+        replicas: Copies of the model.
+        dealt: Whether experts are, which one copy of the model alone can have.
         devices: Of a node.
         latency: Share of a gather's time that is latency.
-        replicated_state: Bytes of states of a rank if every group of HSDP_RANKS held a copy of the model.
+        copies: Bytes that smaller groups of ranks, each with a copy of the model, would hold more.
         bubble: Idle share of a pipeline of 8 stages with few and with many micro-batches.
     """
 
     available: float
-    peaks: Mapping[int, int]
-    recomputed: int
-    kept: int
+    configured: Setting
+    peak: Callable[[Setting], int]
+    micro_batches: Sequence[int]
     layer: int
     layers: int
     ranks: int
+    replicas: int
+    dealt: bool
     devices: int
     latency: float
-    replicated_state: int
+    copies: int
     bubble: tuple[float, float]
 
-    def fits(self, nbytes: float) -> bool:
+    def fits(self, setting: Setting) -> bool:
         """Whether a device has that much."""
-        return nbytes <= self.available
+        return self.peak(setting) <= self.available
 
 
-def advise(facts: Facts) -> list[Advice]:
-    """Returns the decisions in order; those that do not apply say why."""
-    return [decide(facts) for decide in _ORDER]
+class Advised(NamedTuple):
+    """The decisions in order, and what comes of them."""
+
+    conclusion: str
+    decisions: list[Advice]
 
 
-def gb(nbytes: float) -> str:
-    """Returns bytes as a reader wants them: 1 GB is 10**9 bytes."""
-    return f"{nbytes / 1e9:,.2f} GB" if nbytes < 1e11 else f"{nbytes / 1e9:,.0f} GB"
+def group_size(ranks: int) -> int:
+    """Returns how many ranks would share a copy where there are many: at most HSDP_RANKS, which divide ``ranks``."""
+    return next(size for size in divisors(ranks) if size <= HSDP_RANKS)
 
 
-def _yes(wanted: bool) -> str:
-    return "yes" if wanted else "no"
+def divisors(number: int) -> list[int]:
+    """Returns those of a number, the largest first."""
+    return [size for size in range(number, 0, -1) if number % size == 0]
 
 
-def _data_parallel(facts: Facts) -> Advice:
-    need = f"one card would hold {gb(facts.peaks[0])} of {gb(facts.available)}"
-    return Advice("data parallel alone (ZeRO 0)", _yes(facts.fits(facts.peaks[0])), need, True)
+def advise(facts: Facts) -> Advised:
+    """Returns the decisions; those that do not apply say why."""
+    setting, decisions = facts.configured, []
+    for decide in (_zero, _recompute, _micro_batch):
+        setting, found = decide(facts, setting)
+        decisions += found
+    decisions += [_tensor_parallel(facts), _pipeline(facts, setting), _hsdp(facts, setting)]
+    return Advised(_conclusion(facts, setting, decisions), decisions)
 
 
-def _zero(stage: int) -> Callable[[Facts], Advice]:
-    words = {1: "cut the optimizer state (ZeRO 1)", 2: "and the gradients (ZeRO 2)", 3: "and the parameters (ZeRO 3)"}
-
-    def decide(facts: Facts) -> Advice:
-        before, after = facts.peaks[stage - 1], facts.peaks[stage]
-        because = f"stage {stage - 1} needs {gb(before)}, stage {stage} {gb(after)}, of {gb(facts.available)}"
-        needed = not any(facts.fits(facts.peaks[lower]) for lower in range(stage))
-        verdict = "not enough" if needed and not facts.fits(after) else _yes(needed)
-        return Advice(words[stage], verdict, because, True)
-
-    return decide
+def readable(nbytes: float) -> str:
+    """Returns bytes as a reader wants them, 1 GB is 10**9: 1,129 GB, 4.41 GB, 12.35 MB, 64 B."""
+    if nbytes >= 1e11:
+        return f"{nbytes / 1e9:,.0f} GB"
+    for unit, size in (("GB", 1e9), ("MB", 1e6)):
+        if nbytes >= size / 10:
+            return f"{nbytes / size:,.2f} {unit}"
+    return f"{nbytes:,.0f} B"
 
 
-def _recompute(facts: Facts) -> Advice:
-    because = f"{gb(facts.kept)} without recomputation, {gb(facts.recomputed)} with it, of {gb(facts.available)}"
-    needed = not facts.fits(facts.kept)
-    verdict = "not enough" if needed and not facts.fits(facts.recomputed) else _yes(needed)
-    return Advice("activation checkpointing", verdict, because, True)
+def _conclusion(facts: Facts, setting: Setting, decisions: Sequence[Advice]) -> str:
+    now, then = facts.peak(facts.configured), facts.peak(setting)
+    needs = f"the worst moment holds {readable(now)} of {readable(facts.available)}"
+    changes = " ".join(advice.change for advice in decisions if advice.change)
+    if then > facts.available:
+        missing = " and ".join(advice.question.partition(",")[0] for advice in decisions if advice.verdict == MISSING)
+        more = "fewer copies of the model, parallelism.dp_shard=-1," if facts.replicas > 1 else "more ranks"
+        how = f"it would take {missing or more}"
+        least = f"{readable(then)} of {readable(facts.available)} at the least"
+        return f"no setting makes it fit: {least}; {how}, or larger devices"
+    if not changes:
+        return f"it fits, and nothing is to change: {needs}"
+    if now > facts.available:
+        return f"it does not fit as configured ({needs}); it does with {changes}: {readable(then)}"
+    return f"it fits as configured ({needs}); less communication or computation with {changes}: {readable(then)}"
+
+
+def _judged(question: str, because: str, *, needed: bool, enough: bool, change: str) -> Advice:
+    """``change`` is "" where it is configured already."""
+    verdict = NO if not needed else SHORT if not enough else YES if change else KEEP
+    return Advice(question, verdict, because, change)
+
+
+def _zero(facts: Facts, setting: Setting) -> tuple[Setting, list[Advice]]:
+    """The lowest stage that fits, else the last."""
+    if facts.ranks == 1:
+        return setting, [Advice("ZeRO", KEEP, "a rank that shares with nobody holds everything at any stage")]
+    peaks = [facts.peak(setting._replace(stage=stage)) for stage in range(4)]
+    stage = next((stage for stage, peak in enumerate(peaks) if peak <= facts.available), 3)
+    decisions = []
+    for at, question in enumerate(_STAGES):
+        because = f"{readable(peaks[at])} of {readable(facts.available)}"
+        change = f"parallelism.zero={at}" if at == stage != setting.stage else ""
+        enough = peaks[at] <= facts.available
+        decisions.append(_judged(question, because, needed=at <= stage, enough=enough, change=change))
+    return setting._replace(stage=stage), decisions
+
+
+def _recompute(facts: Facts, setting: Setting) -> tuple[Setting, list[Advice]]:
+    without, again = (facts.peak(setting._replace(recomputed=recomputed)) for recomputed in (False, True))
+    because = f"{readable(without)} without recomputation, {readable(again)} with it, of {readable(facts.available)}"
+    needed, enough = without > facts.available, again <= facts.available
+    change = "" if needed == setting.recomputed else f"model.checkpoint={'full' if needed else 'none'}"
+    advice = _judged("activation checkpointing", because, needed=needed, enough=enough, change=change)
+    return setting._replace(recomputed=needed), [advice]
+
+
+def _micro_batch(facts: Facts, setting: Setting) -> tuple[Setting, list[Advice]]:
+    now, question = facts.peak(setting), "smaller micro-batches, more of them"
+    sizes = [size for size in facts.micro_batches if size < setting.micro_batch]
+    if now <= facts.available or not sizes:
+        because = f"{readable(now)} of {readable(facts.available)} with trainer.micro_batch={setting.micro_batch}"
+        return setting, [Advice(question, NO, because)]
+    fitting = (size for size in sizes if facts.fits(setting._replace(micro_batch=size)))
+    fewer = setting._replace(micro_batch=next(fitting, sizes[-1]))
+    because = f"{readable(now)} with {setting.micro_batch} sequences at a time, {readable(facts.peak(fewer))} with "
+    because += f"{fewer.micro_batch}, of {readable(facts.available)}"
+    change = f"trainer.micro_batch={fewer.micro_batch}"
+    return fewer, [_judged(question, because, needed=True, enough=facts.fits(fewer), change=change)]
 
 
 def _tensor_parallel(facts: Facts) -> Advice:
-    because = (
-        f"the largest layer needs {gb(facts.layer)} of {gb(facts.available)}; inside a node of {facts.devices} only"
-    )
-    return Advice("tensor parallel", _yes(not facts.fits(facts.layer)), because, False)
+    needs = f"the largest layer needs {readable(facts.layer)} of {readable(facts.available)}"
+    verdict = MISSING if facts.layer > facts.available else NO
+    return Advice("tensor parallel", verdict, f"{needs}; inside a node of {facts.devices} only")
 
 
-def _pipeline(facts: Facts) -> Advice:
+def _pipeline(facts: Facts, setting: Setting) -> Advice:
+    """A stage has a layer at least: one that is too large stays so."""
     few, many = facts.bubble
-    wanted = facts.layers >= PIPELINE_LAYERS and not facts.fits(facts.recomputed)
+    needed = facts.layers >= PIPELINE_LAYERS and not facts.fits(setting) and facts.layer <= facts.available
     because = f"{facts.layers} layers; 8 stages idle {few:.1%} with 8 micro-batches, {many:.1%} with 64"
-    return Advice("pipeline parallel, with many micro-batches", _yes(wanted), because, False)
+    return Advice("pipeline parallel, with many micro-batches", MISSING if needed else NO, because)
 
 
-def _hsdp(facts: Facts) -> Advice:
-    wanted = facts.ranks > HSDP_RANKS and facts.latency > RING_LATENCY
-    because = (
-        f"{facts.ranks:,} ranks, latency is {facts.latency:.0%} of a layer's gather; with a copy of the model in every "
-        f"{min(facts.ranks, HSDP_RANKS)} ranks each holds {gb(facts.replicated_state)} of states"
-    )
-    return Advice(f"HSDP, above {HSDP_RANKS} ranks", _yes(wanted), because, True)
+def _hsdp(facts: Facts, setting: Setting) -> Advice:
+    group, holds = group_size(facts.ranks), facts.peak(setting) + facts.copies
+    slow = facts.ranks > HSDP_RANKS and facts.latency > RING_LATENCY and group >= facts.devices
+    because = f"{facts.ranks:,} ranks share, and latency is {facts.latency:.0%} of a layer's gather"
+    if facts.ranks > HSDP_RANKS:
+        because += f"; with a copy of the model in every {group} ranks {readable(holds)} of {readable(facts.available)}"
+    wanted = slow and not facts.dealt and setting.stage > 0 and holds <= facts.available
+    change = f"parallelism.dp_shard={group}" if wanted else ""
+    return _judged(f"HSDP, above {HSDP_RANKS} ranks", because, needed=wanted, enough=True, change=change)
 
 
-_ORDER: tuple[Callable[[Facts], Advice], ...] = (
-    _data_parallel,
-    _zero(1),
-    _zero(2),
-    _zero(3),
-    _recompute,
-    _tensor_parallel,
-    _pipeline,
-    _hsdp,
+_STAGES = (
+    "data parallel alone (ZeRO 0)",
+    "cut the optimizer state (ZeRO 1)",
+    "and the gradients (ZeRO 2)",
+    "and the parameters (ZeRO 3)",
 )

@@ -137,6 +137,15 @@ class Lattice:
         ]
         return list(itertools.product(*cuts))
 
+    def block_at(self, i: int) -> tuple[int, ...]:
+        """Returns the shape of block ``i``: ``block``, or shorter where it ends with the tensor."""
+        granule, i = divmod(i, self.blocks_per_granule)
+        sizes: list[int] = []
+        for size, want in zip(reversed(self.box(granule)), reversed(self.block), strict=False):
+            i, place = divmod(i, -(-size // want))
+            sizes.insert(0, min(want, size - place * want))
+        return (*self.block[: self._axis], *sizes)
+
     def cut(self, start: int, stop: int) -> Cut:
         """Returns the granules inside ``[start, stop)`` of the flattened tensor, and those that its ends cut.
 

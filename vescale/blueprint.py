@@ -131,15 +131,24 @@ class Blueprint:
         self._model, self.ep = trainer.model, trainer.parallelism.ep
         self.stacks = _dealt_stacks(trainer) if self.ep > 1 else ()
         self._params: dict[str, nn.Parameter] = dict(trainer.model.named_parameters())
-        trainer.parallelism = replace(trainer.parallelism, zero=3)  # at stage 0 there would be no cut to preview
+        asked = trainer.parallelism
+        trainer.parallelism = replace(asked, zero=3)  # at stage 0 there would be no cut to preview
         if self.stacks:
             trainer.shard(self.stacks)
         trainer.shard()
+        trainer.parallelism = asked
         self._preview()
+
+    @classmethod
+    def of_job(cls, trainer: Trainer, ranks: int, *, stage: int | None = None) -> Blueprint:
+        """Returns that of a job of ``ranks``, at a ZeRO stage; None: the run's."""
+        cuts = trainer.parallelism.zero if stage is None else stage
+        shards = trainer.parallelism.shard_ranks(ranks) if cuts else 1
+        return cls(trainer, shards, copies=ranks // shards if trainer.engine["share_replicas"] else 1)
 
     def _preview(self) -> None:
         self._runs: dict[int, list[Run]] = {}
-        self._buckets: dict[int, list[PlannedBucket]] = {}
+        self._steps: dict[int, dict[str, list[PlannedBucket]]] = {}
         fewer = dict.fromkeys(self.stacks, max(self.num_ranks // self.ep, 1))
         plans = dict(preview(self._model, self.num_ranks, fewer=fewer))
         dealt = {name: plans.pop(name) for name, module in self._model.named_modules() if module in fewer}
@@ -222,26 +231,31 @@ class Blueprint:
         return assign(self._laid_out(0), share_replicas=self.copies > 1)
 
     def buckets(self, rank: int) -> list[PlannedBucket]:
-        """Returns what travels together in the step of ``rank``, in order."""
-        if rank not in self._buckets:
-            packed = [runs for stepped in self._stepped(rank) for runs in together(stepped)]
-            self._buckets[rank] = [self._bucket(runs) for runs in packed]
-        return self._buckets[rank]
+        """Returns what travels together in the steps of ``rank``, in order."""
+        return [bucket for step in self.steps(rank).values() for bucket in step]
+
+    def steps(self, rank: int) -> dict[str, list[PlannedBucket]]:
+        """Returns the buckets of each call of ``Optimizer.step`` on ``rank`` by unit; one of all by the root's name."""
+        if rank not in self._steps:
+            self._steps[rank] = {
+                name: [self._bucket(packed) for packed in together(runs)] for name, runs in self._stepped(rank).items()
+            }
+        return self._steps[rank]
 
     def _bucket(self, runs: list[Run]) -> PlannedBucket:
         owners, replicas = self._dealt.owners, self._dealt.replicas
         exchange = exchange_of(runs, owners, replicas=replicas)
         return PlannedBucket(runs, exchange, self.offloaded, sharing_of(runs, replicas, None))
 
-    def _stepped(self, rank: int) -> list[list[Run]]:
-        """The runs of each call of ``Optimizer.step``: one of all, or one of each unit."""
+    def _stepped(self, rank: int) -> dict[str, list[Run]]:
+        """The runs of each call of ``Optimizer.step``."""
         if not self.in_backward:
-            return [self.runs(rank)]
+            return {self.root.name: self.runs(rank)}
         names = {tensor.name: unit.name for unit in self.units for plan in unit.plans for tensor in plan.tensors}
         found: dict[str, list[Run]] = {}
         for run in self.runs(rank):
             found.setdefault(names[run.names[0]], []).append(run)
-        return list(found.values())
+        return found
 
     @cached_property
     def lattices(self) -> list[tuple[Run, int, Lattice]]:
@@ -408,7 +422,7 @@ def state_by_kind(runs: Sequence[Run]) -> dict[str, int]:
     kinds: dict[str, int] = {}
     for run in runs:
         rule = type(run.rule).__name__
-        counted = {"steps": run.steps, "steps begun": run.begun}
+        counted = {"steps": run.steps}
         counted |= {f"{rule}.{name}": value for name, value in (run.state | run.numbers).items()}
         for name, value in counted.items():
             kinds[name] = kinds.get(name, 0) + value.nbytes

@@ -168,7 +168,7 @@ class Bucket:
         torch._foreach_add_([run.steps for run in self.runs], 1 if skip is None else 1 - skip)
         for run in self.runs:
             run.put_back()
-            run.advance()
+            run.advance(skip)
         self.directions, self.writes, self.before = [], [], []
 
     def undo(self) -> None:
@@ -198,10 +198,10 @@ class Bucket:
         """Whether it is this block's turn to refresh what it keeps: "first", "again" or None."""
         if not self.has_state:
             return None
-        begun = int(self.runs[job.run].begun[job.member])  # on the CPU: no device is read
-        if begun == 0:
+        taken = self.runs[job.run].taken_by(job.member)
+        if taken == 0:
             return "first"
-        return "again" if (begun + job.block) % getattr(self.rule, "refresh", 1) == 0 else None
+        return "again" if (taken + job.block) % getattr(self.rule, "refresh", 1) == 0 else None
 
     def _compute(self, rule: Any, jobs: Sequence[Job], flats: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         """Computes blocks of equal shape, or in place: directions into ``out``, new block state into ``writes``."""

@@ -25,6 +25,7 @@ from vescale.job import ModelConfig
 from vescale.resolve import resolve
 
 CHUNK_BYTES = 2**30  # of a checkpoint read at a time
+ATTEMPTS = 3  # a run that goes on may remove the checkpoint that is being read; the next try has a newer one
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -66,15 +67,29 @@ def export(run: Path, out: Path, *, dtype: str = "float32", like: Path | None = 
         model: Any = config.build()
     if not hasattr(model, "export"):
         raise ValueError(f"{run}: {type(model).__name__} has no export, which writes it for others")
-    path: Path | None = None
+    path = _written(model, out, run / "checkpoints", dtype=DTYPES[dtype], like=like)
+    return f"{out}: {config.num_parameters():,} parameters from {path}"
+
+
+def _written(model: Any, out: Path, root: Path, *, dtype: torch.dtype, like: Path | None) -> Path:
+    """Writes the newest good checkpoint in ``root``, read when the model asks for it, and returns which that was."""
+    read: list[Path] = []
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-        nonlocal path
-        path = _newest(run / "checkpoints")
-        yield from _read(path, model, DTYPES[dtype])
+        read.append(_newest(root))
+        yield from _read(read[-1], model, dtype)
 
-    model.export(out, tensors=tensors(), like=like)
-    return f"{out}: {config.num_parameters():,} parameters from {path}"
+    for left in reversed(range(ATTEMPTS)):
+        there = checkpoint.whole(root)
+        try:
+            model.export(out, tensors=tensors(), like=like)
+            break
+        except (ValueError, OSError):
+            removed = [str(path) for path in there if not (path / checkpoint.SEAL).is_file()]
+            if not removed or not left:
+                raise
+            _say(f"passed over: {', '.join(removed)}, which the run has removed meanwhile", 0)
+    return read[-1]
 
 
 def _model_of(run: Path) -> ModelConfig:

@@ -11,20 +11,20 @@ from functools import cached_property
 from typing import Any
 
 from vescale import memory, traffic
-from vescale.advice import HSDP_RANKS, Facts, advise
+from vescale.advice import Facts, Setting, advise, divisors, group_size
 from vescale.blueprint import Blueprint, PlannedBucket, state_by_kind
 from vescale.live import Collective
 from vescale.machine import Machine, exposed
 from vescale.memory import STAGES, Activations, Dtypes, LogitsKept, Moment
-from vescale.owners import Load
+from vescale.optimizer_step import OptimizerStep
 from vescale.pipeline import schedules
-from vescale.simulate import TOLERANCE, simulate
 from vescale.trainer import Trainer
 
 # (stages, micro-batches) of the pipelines that are shown.
 PIPELINES = ((8, 8), (8, 64))
 _IN_BACKWARD = ("parameters, backward", "gradients", traffic.OVER_COPIES)
 _EXPERTS = traffic.EXPERTS
+_WAYS = (("full", True), ("none", False))  # of model.checkpoint, and whether layers are computed again
 
 
 class Forecast:
@@ -45,28 +45,24 @@ class Forecast:
     def __init__(self, trainer: Trainer, num_ranks: int, *, machine: Machine, memory: int, available: int) -> None:
         self.trainer, self.num_ranks, self.machine = trainer, num_ranks, machine
         self.memory, self.available = memory, available
-        self.model, self.seq_len, self.parallelism = (
-            trainer.model_config,
-            trainer.data_config.seq_len,
-            trainer.parallelism,
-        )
+        self.model, self.parallelism = trainer.model_config, trainer.parallelism
+        self.seq_len = trainer.data_config.seq_len
         self.assumptions: list[str] = []
         if self.seq_len < 1:
             raise ValueError(f"data.seq_len: expected at least 1, got {self.seq_len}")
         self.parallelism.check(num_ranks)
-        if not hasattr(self.model, "activations"):
-            raise NotImplementedError(f"{type(self.model).__name__} does not say what its activations hold")
         self.global_batch, self.micro_batches, self.micro_batch = self._batch()
         self.stage = self.parallelism.zero
-        shards, shares = self.parallelism.shard_ranks(num_ranks), trainer.engine["share_replicas"]
-        cut = Blueprint(trainer, shards, copies=num_ranks // shards if shares else 1)
-        alone = cut if shards == 1 else cut.over(1, copies=num_ranks if shares else 1)
+        cut = Blueprint.of_job(trainer, num_ranks, stage=3)
+        copies = num_ranks if trainer.engine["share_replicas"] else 1
+        alone = cut if cut.num_ranks == 1 else cut.over(1, copies=copies)
         self._blueprints = {stage: cut if stage else alone for stage in STAGES}
         self.blueprint = self._blueprints[self.stage]
         self.shard_ranks = self.blueprint.num_ranks
         self.replicas = num_ranks // self.shard_ranks
         self.logits = LogitsKept.of(trainer, self.blueprint)
-        self.dtypes = Dtypes(self.parallelism.param_dtype.itemsize, self.parallelism.reduce_dtype.itemsize)
+        self.dtypes = Dtypes.of(trainer)
+        self._peaks: dict[Setting, int] = {}
 
     def _batch(self) -> tuple[int, int, int]:
         """Sequences of a step, and a rank's micro-batches and their sequences."""
@@ -85,7 +81,7 @@ class Forecast:
             "model": self._model(),
             "memory": self._memory(),
             "communication": self._communication(),
-            "optimizer": self._optimizer(),
+            "optimizer": self.step.figures(),
             "pipeline": self._pipeline(),
             "advice": self._advice(),
             "assumptions": self._assumptions(),
@@ -138,25 +134,20 @@ class Forecast:
         """The rank that holds the most, among those that share a copy."""
         return self.blueprint.worst_rank
 
-    @cached_property
-    def state(self) -> dict[str, int]:
-        """Bytes of optimizer state of that rank by kind."""
-        return state_by_kind(self.blueprint.runs(self.rank))
-
     @property
     def buckets(self) -> list[PlannedBucket]:
         """Of that rank's step."""
         return self.blueprint.buckets(self.rank)
 
-    def _activations(self, micro_batch: int, *, fused: bool = True) -> Activations:
-        return self.model.activations(  # type: ignore[attr-defined]
-            batch=micro_batch, seq_len=self.seq_len, itemsize=self.dtypes.param, fused=fused
-        )
+    @cached_property
+    def activations(self) -> Activations:
+        """Of one sequence."""
+        return memory.activations_of(self.trainer, 1)
 
     def moments(
         self, *, stage: int = 3, micro_batch: int | None = None, micro_batches: int | None = None, **options: Any
     ) -> list[Moment]:
-        """Returns the moments of a step of the worst rank.
+        """Returns the moments of a step of the rank that holds the most at this stage.
 
         Args:
             stage: ZeRO stage.
@@ -165,20 +156,15 @@ class Forecast:
             options: ``recomputed``, of ``memory.moments``.
         """
         blueprint = self._blueprints[stage]
-        rank = blueprint.worst_rank
-        found = memory.moments(
+        return memory.moments(
+            self.trainer,
             blueprint,
-            self._activations(micro_batch or self.micro_batch),
-            self.dtypes,
-            state=0 if blueprint.offloaded else sum(state_by_kind(blueprint.runs(rank)).values()),
-            buckets=blueprint.buckets(rank),
-            stage=stage,
-            logits=self.logits,
+            blueprint.worst_rank,
+            micro_batch=micro_batch or self.micro_batch,
             micro_batches=micro_batches or self.micro_batches,
-            regathers=self.parallelism.reshard_after_forward is not False,
+            stage=stage,
             **options,
         )
-        return list(found)
 
     def worst(self, **options: Any) -> Moment:
         """Returns the moment of ``moments`` that holds the most."""
@@ -213,32 +199,27 @@ class Forecast:
                 for stage, moment in stages.items()
             },
             "most": self._most(),
-            "optimizer_state": self.state,
-            "checkpointing": {
-                word: self.worst(stage=self.stage, recomputed=again).nbytes
-                for word, again in (("full", True), ("none", False))
-            },
-            "configured": "full" if self._activations(1).recomputed else "none",
+            "optimizer_state": self.step.state,
+            "checkpointing": {word: self.peak(Setting(self.stage, again, self.micro_batch)) for word, again in _WAYS},
+            "configured": "full" if self.activations.recomputed else "none",
             "batch": self._batches(),
         }
 
     def _batches(self) -> dict[str, Any]:
         """The largest micro-batches that fit, with the accumulation that makes the global batch of them."""
         share = self.global_batch // self.num_ranks
-        sizes = [size for size in range(share, 0, -1) if share % size == 0]
         found: dict[str, Any] = {
             "global_tokens": self.global_batch * self.seq_len,
             "global_sequences": self.global_batch,
         }
-        for word, again in (("full", True), ("none", False)):
-            found[word] = None
-            for size in sizes:
-                peak = self.worst(
-                    stage=self.stage, micro_batch=size, micro_batches=share // size, recomputed=again
-                ).nbytes
-                if peak <= self.available:
-                    found[word] = {"micro_batch": size, "accumulation": share // size, "peak": peak}
-                    break
+        for word, again in _WAYS:
+            settings = (Setting(self.stage, again, size) for size in divisors(share))
+            fit = next((setting for setting in settings if self.peak(setting) <= self.available), None)
+            found[word] = fit and {
+                "micro_batch": fit.micro_batch,
+                "accumulation": share // fit.micro_batch,
+                "peak": self.peak(fit),
+            }
         return found
 
     # --- 3: communication ---
@@ -275,7 +256,7 @@ class Forecast:
             nbytes=rows * model.hidden_size * self.dtypes.param,
             num_experts=self.blueprint.num_experts,
             micro_batches=micro_batches,
-            recomputed=self._activations(1).recomputed,
+            recomputed=self.activations.recomputed,
         )
 
     def _communication(self) -> dict[str, Any]:
@@ -283,7 +264,7 @@ class Forecast:
         timed = traffic.timed(calls, self.machine, self.shard_ranks, self.replicas, ep=self.blueprint.ep)
         lines = {line.what: line for line in timed}
         exposure = self._exposure(lines)
-        step = exposure.compute + exposure.exposed + self._stepping()
+        step = exposure.compute + exposure.exposed + self.step.seconds
         tokens = self.global_batch * self.seq_len
         return {
             "machine": self.machine.name,
@@ -296,7 +277,7 @@ class Forecast:
             "exposed_seconds": exposure.exposed,
             "exposed": exposure.fraction,
             "exposed_without_overlap": exposed(exposure.communication, exposure.compute, overlap=0.0),
-            "optimizer_seconds": self._stepping(),
+            "optimizer_seconds": self.step.seconds,
             "step_seconds": step,
             "tokens_per_second": tokens / step,
             "model_flop_utilisation": self._flops * tokens / self.num_ranks / step / self.machine.flops,
@@ -305,7 +286,7 @@ class Forecast:
     def _exposure(self, lines: dict[str, traffic.Line]) -> traffic.Exposure:
         tokens = self.micro_batches * self.micro_batch * self.seq_len
         forward = self.machine.compute_seconds(self._flops / 3 * tokens)
-        backward = (3 if self._activations(1).recomputed else 2) * forward
+        backward = (3 if self.activations.recomputed else 2) * forward
         seconds = {what: line.seconds for what, line in lines.items()}
         share = self._of_layers
 
@@ -328,87 +309,10 @@ class Forecast:
 
     # --- 4: the optimizer's step ---
 
-    def _optimizer(self) -> dict[str, Any]:
-        kept, cut = self.blueprint.blocks
-        load, sent = self.blueprint.load, self.blueprint.exchanged
-        found: dict[str, Any] = {
-            "blocks_kept": kept,
-            "blocks_cut": cut,
-            "elementwise_seconds": self._elementwise(),
-        }
-        if load is None or not load.mean:
-            return found
-        return found | {
-            "work": sum(load.flops),
-            "balance": max(load.flops) / load.mean,
-            "largest_block": load.largest / load.mean,
-            "bytes_moved": int(sent.sum()),
-            "bytes_moved_worst_rank": int(sent.sum(axis=1).max()),
-            "ways": [self._owner(load), self._kept(), self._gathered(load)],
-        }
-
-    def _elementwise(self) -> float:
-        """Seconds to read and write parameters, gradients and state once, on the worst rank."""
-        masters = sum(unit.grad_bytes for unit in self.blueprint.units)  # of those that are trained
-        return (3 * masters + 2 * sum(self.state.values())) / self.machine.memory_bandwidth
-
-    def _stepping(self) -> float:
-        """Seconds that the busiest rank computes in the optimizer's step."""
-        load = self.blueprint.load
-        blocks = 0.0 if load is None else max(load.flops)
-        return self.machine.compute_seconds(blocks) + self._elementwise()
-
-    def _way(self, name: str, *, sent: float, network: float, work: float, memory_bytes: float, note: str) -> dict:
-        compute = self.machine.compute_seconds(work)
-        return {
-            "way": name,
-            "bytes_per_rank": sent,
-            "network_seconds": network,
-            "flops_per_rank": work,
-            "compute_seconds": compute,
-            "seconds": network + compute,
-            "extra_bytes": memory_bytes,
-            "note": note,
-        }
-
-    def _owner(self, load: Load) -> dict[str, Any]:
-        sent = self.blueprint.exchanged
-        network = sum(self.machine.seconds("all_to_all", int(way.max()), self.shard_ranks) for way in sent.T)
-        return self._way(
-            "owner",
-            sent=int(sent.sum(axis=1).max()),
-            network=network,
-            work=max(load.flops),
-            memory_bytes=memory.step_bytes(self.buckets),
-            note="this release: cut blocks travel to one owner and back",
-        )
-
-    def _kept(self) -> dict[str, Any]:
-        """Everything kept whole, at the price of padding; equal layers put equal blocks on the same ranks."""
-        shard, work = self.blueprint.without_cuts()
-        now = sum(unit.shard for unit in self.blueprint.units)
-        held = sum(unit.master_bytes + unit.grad_bytes for unit in self.blueprint.units)
-        per_element = (held + sum(self.state.values())) / now
-        return self._way(
-            "kept",
-            sent=0,
-            network=0.0,
-            work=float(work.max()),
-            memory_bytes=max((shard - now) * per_element, 0.0),
-            note=f"padding {shard * self.shard_ranks / self.blueprint.numel - 1:.1%}, in every collective too",
-        )
-
-    def _gathered(self, load: Load) -> dict[str, Any]:
-        """Everybody gathers every matrix and computes all of them."""
-        nbytes = self.blueprint.block_bytes
-        return self._way(
-            "gather everything",
-            sent=nbytes * (1 - 1 / self.shard_ranks),
-            network=self.machine.seconds("all_gather", nbytes, self.shard_ranks),
-            work=self.blueprint.work,
-            memory_bytes=self.blueprint.largest_numel * memory.WORKSPACE,
-            note="full_tensor() in the step",
-        )
+    @cached_property
+    def step(self) -> OptimizerStep:
+        """Of the run's ranks."""
+        return OptimizerStep(self.blueprint, self.machine)
 
     # --- 5 and 6: the pipeline, the advice ---
 
@@ -419,32 +323,45 @@ class Forecast:
             for schedule in schedules(stages, micro_batches)
         ]
 
-    def _advice(self) -> list[dict[str, Any]]:
-        stage, ranks = self.stage, self._blueprints[3].num_ranks
+    def _advice(self) -> dict[str, Any]:
+        ranks, share = self._blueprints[3].num_ranks, self.micro_batch * self.micro_batches
         unit = max(self.blueprint.layers or self.blueprint.units, key=lambda unit: unit.whole)
-        layer = max(self._activations(1).layers, key=lambda layer: layer.saved + layer.work)
-        gather = unit.whole * self.dtypes.param
-        whole = self.machine.seconds("all_gather", gather, ranks)
-        latency = (self.machine.seconds("all_gather", 0, ranks) / whole) if whole else 0.0
-        group = min(ranks, HSDP_RANKS)
+        layer = max(self.activations.layers, key=lambda layer: layer.saved + layer.work)
+        gather = self.machine.seconds("all_gather", unit.whole * self.dtypes.param, ranks)
+        few, many = (schedules(*pipeline)[1].bubble for pipeline in PIPELINES)
         facts = Facts(
             available=self.available,
-            peaks={stage: self.worst(stage=stage).nbytes for stage in STAGES},
-            recomputed=self.worst(stage=stage, recomputed=True).nbytes,
-            kept=self.worst(stage=stage, recomputed=False).nbytes,
+            configured=Setting(self.stage, self.activations.recomputed, self.micro_batch),
+            peak=self.peak,
+            micro_batches=divisors(share),
             layer=unit.whole * (2 * self.dtypes.param + self.dtypes.reduce) + layer.saved + layer.work,
             layers=len(self.blueprint.layers),
             ranks=ranks,
+            replicas=self.num_ranks // ranks,
+            dealt=self.blueprint.ep > 1,
             devices=self.machine.devices,
-            latency=latency,
-            replicated_state=self._states * ranks // group,
-            bubble=(schedules(*PIPELINES[0])[1].bubble, schedules(*PIPELINES[1])[1].bubble),
+            latency=self.machine.seconds("all_gather", 0, ranks) / gather if gather else 0.0,
+            copies=self._states * (ranks // group_size(ranks) - 1),
+            bubble=(few, many),
         )
-        return [advice._asdict() | {"text": str(advice)} for advice in advise(facts)]
+        conclusion, decisions = advise(facts)
+        return {
+            "conclusion": conclusion,
+            "decisions": [advice._asdict() | {"text": str(advice)} for advice in decisions],
+        }
+
+    def peak(self, setting: Setting) -> int:
+        """Returns the most bytes of the worst rank at any moment of a step with another setting."""
+        if setting not in self._peaks:
+            stage, recomputed, size = setting
+            count = self.micro_batch * self.micro_batches // size
+            worst = self.worst(stage=stage, recomputed=recomputed, micro_batch=size, micro_batches=count)
+            self._peaks[setting] = worst.nbytes
+        return self._peaks[setting]
 
     @property
     def _states(self) -> int:
-        """Bytes of parameters, gradients and state of the worst rank."""
+        """Bytes of parameters, gradients and state of the worst rank of those that share a copy."""
         blueprint = self._blueprints[3]
         state = sum(state_by_kind(blueprint.runs(blueprint.worst_rank)).values())
         held = memory.resident(blueprint, self.dtypes, state=state, stage=3)
@@ -481,58 +398,3 @@ class Forecast:
         ep = self.blueprint.ep
         dealt = f"{ep} neighbours deal the experts, and as many tokens go to each; a layer gathers its own with itself"
         return [dealt] if ep > 1 else []
-
-    # --- the simulation ---
-
-    def compare(self, trainer: Trainer, *, rank: int) -> dict[str, Any]:
-        """Returns what the library's own code does on one rank, beside what this plan says of it.
-
-        Args:
-            trainer: Of the same run, fresh; it is used up.
-            rank: The rank.
-        """
-        micro_batches = min(self.micro_batches, 2)  # the third is like the second
-        seen = simulate(
-            trainer, rank=rank, num_ranks=self.num_ranks, micro_batch=self.micro_batch, micro_batches=micro_batches
-        )
-        place = rank % self.shard_ranks  # among those that share a copy
-        blueprint = self.blueprint
-        if blueprint.copies > 1:  # which blocks a rank computes depends on its copy
-            blueprint = blueprint.over(self.shard_ranks, copies=blueprint.copies, copy=rank // self.shard_ranks)
-        runs, buckets = blueprint.runs(place), blueprint.buckets(place)
-        state = sum(state_by_kind(runs).values())
-        peak = max(
-            moment.nbytes
-            for moment in memory.moments(
-                self.blueprint,
-                self._activations(self.micro_batch, fused=False),
-                self.dtypes,
-                state=state,
-                buckets=buckets,
-                stage=self.stage,
-                logits=self.logits,
-                micro_batches=micro_batches,
-                regathers=self.parallelism.reshard_after_forward is not False,
-            )
-        )
-        said = traffic.total(self.calls(micro_batches, buckets).values())
-        parameters = sum(unit.master_bytes for unit in self.blueprint.units)
-        return {
-            "rank": rank,
-            "micro_batches": micro_batches,
-            "parameters": {"plan": parameters, "seen": seen.parameters, "agrees": parameters == seen.parameters},
-            "optimizer_state": {"plan": state, "seen": seen.state, "agrees": state == seen.state},
-            "collectives": {
-                "plan": _table(said),
-                "seen": _table(seen.collectives),
-                "agrees": said == seen.collectives,
-            },
-            "peak": {"plan": peak, "seen": seen.peak, "agrees": abs(peak - seen.peak) <= TOLERANCE * seen.peak},
-            "allocations": seen.allocations,
-        }
-
-
-def _table(calls: Any) -> list[dict[str, Any]]:
-    """Collectives as rows, in a fixed order."""
-    rows: list[tuple[Collective, int]] = sorted(calls.items())
-    return [{"collective": call.name, "bytes": call.nbytes, "count": count} for call, count in rows]

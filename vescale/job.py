@@ -47,7 +47,8 @@ class ModelConfig(Protocol):
 
         ``finish_step(skip=flag)`` ends an optimizer step, which was left out where the flag is 1.0, and returns
         metrics; ``export(folder)``, called by all ranks, writes the weights, or with ``tensors=`` those named tensors
-        in their place (vescale/export.py). With experts, ``deal_experts(group)`` leaves this rank its part of them and
+        in their place (vescale/export.py). ``init_weights()`` fills everything, ``init_buffers()``, where it has one,
+        what no checkpoint holds. With experts, ``deal_experts(group)`` leaves this rank its part of them and
         ``expert_units()`` are those.
         """
 
@@ -71,7 +72,7 @@ class TrainerConfig:
         clip_policy: Which gradients are scaled: "all", "non_matrix" (those of rules without blocks) or "none".
         seed: Of the weights.
         device: "cpu", "cuda", or "auto": cuda where there is one.
-        log_every: Steps between two log lines.
+        log_every: Steps between two log lines; the first step has one too.
         eval_every: Steps between two looks at the validation split; the end of the run is always one.
         eval_sequences: Validation sequences per look; None: all.
         save_every: Steps between two checkpoints; the end of the run is always one.

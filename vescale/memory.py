@@ -21,15 +21,16 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from vescale.blueprint import Blueprint, PlannedBucket, PlannedUnit
+from vescale.blueprint import Blueprint, PlannedBucket, PlannedUnit, state_by_kind
 from vescale.logit_clip import clipped_weights, watched_heads
 from vescale.planner import SegmentPlan
 from vescale.sharing import Sharing
 from vescale.trainer import Trainer
 
 STAGES = (0, 1, 2, 3)
-# Bytes per element of a block that a rule holds while it computes one: Newton-Schulz on a wide matrix in bf16 with its
-# float32 norm; measured by `simulate=true`, and never the peak of a model of many layers.
+# Bytes per element of a block that a rule holds while it computes one: Newton-Schulz on a wide matrix with its float32
+# norm, on a processor whose products of bf16 are of float32; measured by `simulate=true`. Where products are of bf16 it
+# is less, and never the peak of a model of many layers.
 WORKSPACE = 16
 # The same of a parameter that is rounded to bfloat16: itself and random bits in 32, and what hashing makes of these.
 ROUNDING = 24
@@ -70,6 +71,11 @@ class Dtypes(NamedTuple):
 
     param: int
     reduce: int
+
+    @classmethod
+    def of(cls, trainer: Trainer) -> Dtypes:
+        """Returns a run's."""
+        return cls(trainer.parallelism.param_dtype.itemsize, trainer.parallelism.reduce_dtype.itemsize)
 
 
 class Textbook(NamedTuple):
@@ -145,63 +151,69 @@ def gathered(units: Iterable[PlannedUnit], dtypes: Dtypes) -> int:
     return dtypes.param * sum(plan.numel for plan, itemsize in pairs if copies(plan, dtypes, itemsize))
 
 
-def moments(
-    blueprint: Blueprint,
-    activations: Activations,
-    dtypes: Dtypes,
-    *,
-    state: int,
-    buckets: Sequence[PlannedBucket],
-    stage: int = 3,
-    micro_batches: int = 1,
-    regathers: bool = True,
-    recomputed: bool | None = None,
-    logits: LogitsKept | None = None,
-) -> Iterator[Moment]:
-    """Yields the moments of a step that may be its worst.
+def activations_of(trainer: Trainer, micro_batch: int, *, fused: bool = True) -> Activations:
+    """Returns what a micro-batch holds on one rank.
 
     Args:
-        blueprint: Of the ranks that share a copy; at stage 0 of one rank.
-        activations: Of one micro-batch.
-        dtypes: Of compute and of reduction.
-        state: Bytes of optimizer state on this rank.
-        buckets: Of this rank's optimizer step.
-        stage: ZeRO stage.
-        micro_batches: In a step; from the second on gradients are there before backward begins.
-        regathers: Whether layers free their parameters after forward.
-        recomputed: Whether layers are computed again in backward; None: as the activations say.
-        logits: Of attention that is clipped after the step; None: of none.
+        trainer: Of the run.
+        micro_batch: Its sequences.
+        fused: Norms are in kernels, as on CUDA.
 
     Raises:
-        NotImplementedError: If the activations are of another number of layers than the units.
+        NotImplementedError: If the model says nothing of it.
     """
-    layers = blueprint.layers
-    if len(activations.layers) != len(layers):
+    model: Any = trainer.model_config
+    if not hasattr(model, "activations"):
+        raise NotImplementedError(f"{type(model).__name__} does not say what its activations hold")
+    itemsize = trainer.parallelism.param_dtype.itemsize
+    return model.activations(batch=micro_batch, seq_len=trainer.data_config.seq_len, itemsize=itemsize, fused=fused)
+
+
+def moments(
+    trainer: Trainer,
+    blueprint: Blueprint,
+    rank: int,
+    *,
+    micro_batch: int,
+    micro_batches: int,
+    stage: int | None = None,
+    recomputed: bool | None = None,
+    device: str = "cuda",
+) -> list[Moment]:
+    """Returns the moments of a step that may be the worst of one rank.
+
+    Args:
+        trainer: Of the run.
+        blueprint: Of its ranks that share a copy; at stage 0 of one rank.
+        rank: Among these.
+        micro_batch: Sequences of one forward.
+        micro_batches: In a step; from the second on gradients are there before backward begins.
+        stage: ZeRO stage; None: the run's.
+        recomputed: Whether layers are computed again in backward; None: as the model says.
+        device: Type of what it runs on. On a "cpu" norms are in several operators, and state that is offloaded stays.
+
+    Raises:
+        NotImplementedError: If the model says nothing of its activations, or of another number of layers than units.
+    """
+    activations = activations_of(trainer, micro_batch, fused=device != "cpu")
+    if len(activations.layers) != len(blueprint.layers):
         raise NotImplementedError(
-            f"activations of {len(activations.layers)} layers for a model of {len(layers)} units beside the root"
+            f"activations of {len(activations.layers)} layers for a model of {len(blueprint.layers)} units beside the "
+            "root"
         )
-    always = resident(blueprint, dtypes, state=state, stage=stage)
-    always |= {} if logits is None else {"largest logits": logits.nbytes}
-    earlier = {"gradients": gradients(blueprint, dtypes, stage=stage, reduced=False)} if micro_batches > 1 else {}
-    base = always | earlier
-    again = activations.recomputed if recomputed is None else recomputed
-    blocks = {"blocks of the optimizer": step_bytes(buckets)}
-    stepping = blocks if blueprint.in_backward else {}
-    step = _Step(blueprint, activations, dtypes, stage, micro_batches > 1, regathers, again, stepping)
-    yield Moment("loss", base | step.loss())
-    yield Moment("backward of the head", base | step.head())
-    for index in reversed(range(len(layers))):
-        yield Moment(f"backward of {layers[index].name}", base | step.layer(index))
-        if blueprint.in_backward and index + 1 < len(layers):
-            for parts in step.next_layer_is_stepped(index):
-                yield Moment(f"step of {layers[index + 1].name}", base | parts)
-    yield Moment("backward of the embedding", base | step.embedding())
-    last = (
-        blueprint.root.grad_bytes if blueprint.in_backward else gradients(blueprint, dtypes, stage=stage, reduced=True)
+    offloaded = blueprint.offloaded and device != "cpu"
+    step = _Step(
+        blueprint,
+        activations,
+        Dtypes.of(trainer),
+        stage=trainer.parallelism.zero if stage is None else stage,
+        accumulating=micro_batches > 1,
+        regathers=trainer.parallelism.reshard_after_forward is not False,
+        recomputed=activations.recomputed if recomputed is None else recomputed,
+        state=0 if offloaded else sum(state_by_kind(blueprint.runs(rank)).values()),
+        blocks={name: step_bytes(buckets) for name, buckets in blueprint.steps(rank).items()},
     )
-    yield Moment("optimizer step", always | {"gradients": last} | blocks)
-    if logits is not None:
-        yield Moment("clip of logits", always | {"gradients": last, "factors of rows": logits.factors})
+    return list(step.moments(LogitsKept.of(trainer, blueprint)))
 
 
 class _Step(NamedTuple):
@@ -211,10 +223,35 @@ class _Step(NamedTuple):
     activations: Activations
     dtypes: Dtypes
     stage: int
-    accumulating: bool
-    regathers: bool
+    accumulating: bool  # gradients of earlier micro-batches
+    regathers: bool  # layers free their parameters after forward
     recomputed: bool
-    stepping: dict[str, int]  # what the step of a unit takes while backward goes on
+    state: int  # bytes of the optimizer's
+    blocks: dict[str, int]  # what a call of the optimizer's step takes: each unit's, or all in the root's
+
+    def moments(self, logits: LogitsKept | None) -> Iterator[Moment]:
+        blueprint, layers = self.blueprint, self.blueprint.layers
+        always = resident(blueprint, self.dtypes, state=self.state, stage=self.stage)
+        always |= {} if logits is None else {"largest logits": logits.nbytes}
+        earlier, last = (gradients(blueprint, self.dtypes, stage=self.stage, reduced=done) for done in (False, True))
+        base = always | ({"gradients": earlier} if self.accumulating else {})
+        yield Moment("loss", base | self.loss())
+        yield Moment("backward of the head", base | self.head())
+        for index in reversed(range(len(layers))):
+            yield Moment(f"backward of {layers[index].name}", base | self.layer(index))
+            if index + 1 < len(layers):
+                yield from self._steps_of(index + 1, base)
+        yield Moment("backward of the embedding", base | self.embedding())
+        yield from self._steps_of(0, base) if layers else ()
+        left = {"gradients": blueprint.root.grad_bytes if blueprint.in_backward else last}
+        yield Moment("optimizer step", always | left | self._stepping(blueprint.root))
+        if logits is not None:
+            yield Moment("clip of logits", always | left | {"factors of rows": logits.factors})
+
+    def _steps_of(self, index: int, base: dict[str, int]) -> Iterator[Moment]:
+        if self.blueprint.in_backward:
+            for parts in self.stepped(index):
+                yield Moment(f"step of {self.blueprint.layers[index].name}", base | parts)
 
     def loss(self) -> dict[str, int]:
         kept = [] if self.regathers else self.blueprint.layers
@@ -240,15 +277,18 @@ class _Step(NamedTuple):
             one=unit.largest,
         )
 
-    def next_layer_is_stepped(self, index: int) -> Iterator[dict[str, int]]:
-        """When the gradients of a layer have been reduced: what was summed has landed, then it is gone."""
-        layers = self.blueprint.layers
-        landed, flying = layers[index + 1], [self.blueprint.root, layers[index]]
-        kept: dict[str, Any] = {"whole": self._gathered(index - 1, 1) if index else [], "done": [landed]}
-        activations = self._saved(index, tail=False) + self._layers[index].stream
+    def stepped(self, index: int) -> Iterator[dict[str, int]]:
+        """A layer's gradients are reduced behind the backward of what is before it: they have landed, then are gone."""
+        landed, before = self.blueprint.layers[index], max(index - 1, 0)
+        flying = [self.blueprint.root, *self.blueprint.layers[before:index]]
+        kept: dict[str, Any] = {"whole": self._gathered(index - 2, 1) if index > 1 else [], "done": [landed]}
+        activations = self._saved(before, tail=False) + self._layers[before].stream
         if self.blueprint.num_ranks > 1 or {self.dtypes.reduce} != {*landed.itemsizes}:  # else it is the gradient
             yield self._parts(activations, written=[*flying, landed], **kept)
-        yield self._parts(activations, written=flying, **kept) | self.stepping
+        yield self._parts(activations, written=flying, **kept) | self._stepping(landed)
+
+    def _stepping(self, unit: PlannedUnit) -> dict[str, int]:
+        return {"blocks of the optimizer": self.blocks.get(unit.name, 0)}
 
     def embedding(self) -> dict[str, int]:
         stream = self._layers[0].stream if self._layers else 0

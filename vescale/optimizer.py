@@ -177,6 +177,7 @@ class Optimizer(torch.optim.Optimizer):
             self._check_alive(runs, self._units if unit is None else [unit])
             buckets = self._program(runs)
         for run in runs:
+            run.count()
             run.clock += 1
         rules = {group["name"]: self._rule_now(group) for group in self.param_groups}
         try:
@@ -278,7 +279,6 @@ class Optimizer(torch.optim.Optimizer):
             state |= {name: values[index] for name, values in run.numbers.items()}
             state |= {name: run.view(name, index) for name in run.state}
             if run.blocks:
-                state["begun"] = run.begun[index]
                 state |= {name: run.block_view(name, index) for name in run.blocks[index].rows}
 
     def named_state(self) -> dict[str, torch.Tensor]:
@@ -365,7 +365,7 @@ class Optimizer(torch.optim.Optimizer):
     def state_was_loaded(self) -> None:
         """Rereads what the host keeps of the state; call it after writing into the tensors of ``named_state``."""
         for run in self.runs:
-            run.ages = [int(step) for step in run.steps.tolist()]
+            run.recount()
             if hasattr(run.rule, "loaded"):
                 for param in run.params:
                     run.rule.loaded(self.state[param])

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from vescale.machine import Machine, parse_bytes
-from vescale.train import points, prepare, resolve
+from vescale.resolve import Refused, resolve
+from vescale.train import points, prepare
 
 if TYPE_CHECKING:
     from vescale.trainer import Trainer
@@ -75,6 +76,7 @@ def figures(config: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: What is wrong with the input.
         NotImplementedError: If the run asks for what is not built.
     """
+    from vescale.comparison import compare
     from vescale.forecast import Forecast
 
     asked, trainer, world = _asked(config)
@@ -83,7 +85,7 @@ def figures(config: Mapping[str, Any]) -> dict[str, Any]:
     forecast = Forecast(trainer, world, machine=asked.machine, memory=asked.memory, available=asked.available)
     found = forecast.sections()
     if asked.simulate:
-        found["simulation"] = forecast.compare(_asked(config)[1], rank=asked.rank)
+        found["simulation"] = compare(forecast, _asked(config)[1], rank=asked.rank)
     if asked.capacity is not None:
         found["unequal ranks"] = _uneven(_asked(config)[1], world, asked.capacity)
     return found
@@ -115,7 +117,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if len(found) > 1:
             raise ValueError(f"expected one configuration, got {len(found)}: -m is for python -m vescale.train")
         for point in found:  # none: Hydra printed what was asked for
-            known = figures(point.config)
+            try:
+                known = figures(point.config)
+            except Refused as problem:
+                raise problem.at_the_source(point.follows) from None
             if point.config["format"] == "json":
                 print(json.dumps(known, indent=1))
             else:

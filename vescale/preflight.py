@@ -1,4 +1,4 @@
-"""Preflight: what would stop a run after it began, looked for before: its folder, its data, its export.
+"""Preflight: what would stop a run after it began, looked for before: its folder, its weights, its data, its export.
 
 Nothing is allocated or written, and no other rank is asked.
 """
@@ -16,10 +16,17 @@ def check_folder(run_dir: Path) -> None:
     Raises:
         ValueError: In one line.
     """
-    folder = run_dir.absolute() / "checkpoints"
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    if not (there.is_dir() and os.access(there, os.W_OK)):
-        raise ValueError(f"run_dir: {run_dir} cannot be made: {there} is no folder that can be written")
+    for folder in (run_dir, run_dir / "checkpoints"):
+        _check_makeable("run_dir", folder)
+
+
+def check_weights(model_config: Any) -> None:
+    """Raises if the model is to begin from weights that are not there, or not its own; models may have none.
+
+    Raises:
+        ValueError: In one message.
+    """
+    getattr(model_config, "check_weights", lambda: None)()
 
 
 def check_data(data: Any, *, vocab_size: int) -> None:
@@ -42,13 +49,21 @@ def check_data(data: Any, *, vocab_size: int) -> None:
 
 
 def check_export(folder: Path) -> None:
-    """Raises if there is something already where the weights are to go.
+    """Raises if there is something already where the weights are to go, or nothing can be put there.
 
     Raises:
         ValueError: In one line.
     """
     if occupied(folder):
         raise ValueError(f"trainer.export: expected a new or empty folder, got {folder}, which exists")
+    _check_makeable("trainer.export", folder)
+
+
+def _check_makeable(key: str, wanted: Path) -> None:
+    folder = wanted.absolute()
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK)) or Path("/proc") in (there, *there.parents):
+        raise ValueError(f"{key}: {wanted} cannot be made: {there} is no folder that can be written")
 
 
 def occupied(folder: Path) -> bool:

@@ -19,7 +19,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -31,7 +31,17 @@ from vescale.keys import WATCHING, among, flat
 from vescale.saver import checksums
 
 PACKAGES = ("torch", "numpy", "triton", "wandb", "safetensors", "tokenizers")
-SHOWN = 20  # differences that are printed; the rest is counted
+# What explains two runs comes first: headings, and the parts of a record below each.
+HEADINGS = {
+    "weights": ("weights", "optimizer", "step", "tokens"),
+    "data": ("data",),
+    "configuration": ("config", "seeds"),
+    "code": ("git", "versions"),
+    "machine": ("mesh", "machine"),
+    "measured": ("metrics",),
+}
+WATCHED = "configuration that changes no number"
+DIGITS = 4  # of what was measured, or as many as tell two values apart
 
 
 def facts(settings: Mapping[str, Any], *, data: Mapping[str, Any], world: int, device: torch.device) -> dict[str, Any]:
@@ -141,7 +151,8 @@ def verify(path: Path) -> list[str]:
         value = torch.empty(stored.size, dtype=stored.properties.dtype)  # type: ignore[union-attr]
         checkpoint.read(folder, {name: value}, metadata=metadata)
         sums[name] = checksum(value, name=name)
-    return [line for line in differences(checksums(sums), {k: record.get(k) for k in checksums({})}, "is", "recorded")]
+    recorded = {key: record.get(key) for key in checksums({})}
+    return [line for _, line in differences(checksums(sums), recorded, "is", "recorded")]
 
 
 def checkpoint_in(path: Path) -> Path:
@@ -177,38 +188,72 @@ def read(path: Path) -> dict[str, Any]:
 # --- compare ---
 
 
-def differences(a: Mapping[str, Any], b: Mapping[str, Any], in_a: str, in_b: str) -> Iterator[str]:
-    """Yields a line for each dotted key whose value differs; ``in_a`` and ``in_b`` name the two sides."""
+class Explanation(NamedTuple):
+    """How two records differ.
+
+    Args:
+        verdict: What the differences mean together.
+        lines: Of every key that differs, below its heading, in the order of ``HEADINGS``.
+    """
+
+    verdict: str
+    lines: dict[str, list[str]]
+
+
+def differences(a: Mapping[str, Any], b: Mapping[str, Any], in_a: str, in_b: str) -> Iterator[tuple[str, str]]:
+    """Yields the dotted keys whose values differ, each with a line; ``in_a`` and ``in_b`` name the two sides."""
     left, right, nothing = flat(a), flat(b), "nothing"
     for key in sorted({*left, *right}):
         one, other = left.get(key, nothing), right.get(key, nothing)
         if one != other and not _both_nan(one, other):
-            yield f"{key}: {in_a} {one}, {in_b} {other}"
+            if among(key, HEADINGS["measured"]):
+                one, other = _rounded(one, other)
+            yield key, f"{key}: {in_a} {one}, {in_b} {other}"
 
 
 def _both_nan(one: Any, other: Any) -> bool:
     return all(isinstance(value, float) and math.isnan(value) for value in (one, other))
 
 
-def explain(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    """Returns how two records differ: first what they mean together, then key by key."""
+def _rounded(*values: Any) -> Sequence[Any]:
+    """Floats to ``DIGITS`` significant digits, or to the first more at which they differ."""
+    if not all(isinstance(value, float) for value in values):
+        return values
+    exact = sys.float_info.dig + 2
+    for digits in range(DIGITS, exact + 1):
+        texts = [f"{float(f'{value:.{digits}g}'):,.{max(digits, sys.float_info.dig)}g}" for value in values]
+        if len({*texts}) == len(values):
+            break
+    return texts
+
+
+def explain(a: Mapping[str, Any], b: Mapping[str, Any]) -> Explanation:
+    """Returns how two records differ; checksums of single tensors are left to the weights' one."""
+    hidden = ("tensors", "config_sha256")
+    one, other = ({key: value for key, value in record.items() if key not in hidden} for record in (a, b))
+    lines: dict[str, list[str]] = {heading: [] for heading in (*HEADINGS, WATCHED, "other")}
+    for key, line in differences(one, other, "A", "B"):
+        lines[_heading(key)].append(line)
+    return Explanation(_verdict(a, b), {heading: found for heading, found in lines.items() if found})
+
+
+def _heading(key: str) -> str:
+    if among(key.removeprefix("config."), WATCHING) and key.startswith("config."):
+        return WATCHED
+    return next((heading for heading, parts in HEADINGS.items() if among(key, parts)), "other")
+
+
+def _verdict(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
     same = {key: a.get(key) == b.get(key) for key in ("weights", "optimizer", "data", "git", "step")}
     same["config"] = _numbers(a) == _numbers(b)
-    began = all(same[key] for key in ("config", "data", "git"))
     if same["weights"] and same["optimizer"]:
-        verdict = "the weights and the optimizer's state are bit for bit the same"
-    elif not same["step"]:
-        verdict = f"they are at different steps: {a.get('step')} and {b.get('step')}"
-    elif began:
-        verdict = (
-            "the same configuration, data and code, yet other weights: the ranks, the machine or the versions differ"
-        )
-    else:
-        causes = {"config": "configuration", "data": "data", "git": "code"}
-        verdict = f"other weights, from another {' and '.join(w for key, w in causes.items() if not same[key])}"
-    hidden = ("tensors", "config_sha256")
-    shown = [{key: value for key, value in record.items() if key not in hidden} for record in (a, b)]
-    return [verdict, *differences(shown[0], shown[1], "A", "B")]
+        return "the weights and the optimizer's state are bit for bit the same"
+    if not same["step"]:
+        return f"they are at different steps: {a.get('step')} and {b.get('step')}"
+    causes = [word for key, word in (("config", "configuration"), ("data", "data"), ("git", "code")) if not same[key]]
+    if causes:
+        return f"other weights, from another {' and '.join(causes)}"
+    return "the same configuration, data and code, yet other weights: the ranks, the machine or the versions differ"
 
 
 def _numbers(record: Mapping[str, Any]) -> Any:
@@ -227,19 +272,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if len(words) == 2 and words[0] == "verify":
             found = verify(Path(words[1]))
+            lines = [f"  {line}" for line in found]
             print(f"{checkpoint_in(Path(words[1]))}: {'differs' if found else 'all checksums agree'}")
         elif len(words) == 3 and words[0] == "compare":
-            verdict, *found = explain(read(Path(words[1])), read(Path(words[2])))
+            verdict, below = explain(read(Path(words[1])), read(Path(words[2])))
+            lines = [text for heading, of in below.items() for text in (heading, *(f"  {line}" for line in of))]
             print(verdict)
         else:
             raise ValueError("expected: verify DIR, or compare A B")
     except (ValueError, OSError) as problem:
         print(f"vescale.record: {' '.join(str(problem).split())}", file=sys.stderr)
         return 2
-    print("\n".join(f"  {line}" for line in found[:SHOWN]) or "  nothing differs")
-    if len(found) > SHOWN:
-        print(f"  and {len(found) - SHOWN} more")
-    return 1 if found else 0
+    print("\n".join(lines) or "  nothing differs")
+    return 1 if lines else 0
 
 
 if __name__ == "__main__":

@@ -148,36 +148,52 @@ def thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return kept
 
 
+class Frame(NamedTuple):
+    """The part of the plane that a chart shows."""
+
+    x0: float
+    x1: float
+    y0: float
+    y1: float
+
+    @classmethod
+    def around(cls, found: Sequence[Curve]) -> Frame:
+        """Returns the smallest that holds all points."""
+        xs, ys = ([point[i] for curve in found for point in curve.points] for i in (0, 1))
+        return cls(*_span(xs), *_span(ys))
+
+    def place(self, x: float, y: float) -> str:
+        """Returns where a point lies in the picture, "x,y" in pixels from its upper left corner."""
+        right = LEFT + (x - self.x0) / (self.x1 - self.x0) * (WIDTH - LEFT - RIGHT)
+        down = ABOVE + (self.y1 - y) / (self.y1 - self.y0) * (HEIGHT - ABOVE - BELOW)
+        return f"{right:.1f},{down:.1f}"
+
+    def axes(self, across: str) -> Iterator[str]:
+        """Yields the ticks, and the name of the horizontal axis."""
+        for tick in ticks(self.y0, self.y1):
+            y = self.place(self.x0, tick).partition(",")[2]
+            yield f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}" stroke="#f3f4f6"/>'
+            yield f'<text x="{LEFT - 6}" y="{float(y) + 4:.1f}" text-anchor="end">{_short(tick)}</text>'
+        for tick in ticks(self.x0, self.x1):
+            x = self.place(tick, self.y0).partition(",")[0]
+            yield f'<text x="{x}" y="{HEIGHT - BELOW + 15}" text-anchor="middle">{_short(tick)}</text>'
+        yield f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 4}" text-anchor="end">{html.escape(across)}</text>'
+
+
 def chart(title: str, found: Sequence[Curve], *, across: str, smooth: bool = True) -> str:
     """Returns an SVG of curves over one axis, long ones under their running mean; nothing when there is none."""
     if not found:
         return ""
-    xs, ys = ([point[i] for curve in found for point in curve.points] for i in (0, 1))
-    x0, x1 = _span(xs)
-    y0, y1 = _span(ys)
-    inner_w, inner_h = WIDTH - LEFT - RIGHT, HEIGHT - ABOVE - BELOW
-
-    def place(x: float, y: float) -> str:
-        return f"{LEFT + (x - x0) / (x1 - x0) * inner_w:.1f},{ABOVE + (y1 - y) / (y1 - y0) * inner_h:.1f}"
-
-    parts = [f'<text x="{LEFT}" y="16" font-weight="600">{html.escape(title)}</text>']
-    for tick in ticks(y0, y1):
-        y = place(x0, tick).partition(",")[2]
-        parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}" stroke="#f3f4f6"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{float(y) + 4:.1f}" text-anchor="end">{_short(tick)}</text>')
-    for tick in ticks(x0, x1):
-        x = place(tick, y0).partition(",")[0]
-        parts.append(f'<text x="{x}" y="{HEIGHT - BELOW + 15}" text-anchor="middle">{_short(tick)}</text>')
-    parts.append(f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 4}" text-anchor="end">{html.escape(across)}</text>')
+    frame = Frame.around(found)
+    noisy = [curve for curve in found if smooth and len(curve.points) > 4 * SMOOTH]
+    parts = [f'<text x="{LEFT}" y="16" font-weight="600">{html.escape(title)}</text>', *frame.axes(across)]
     for curve in found:
-        noisy = smooth and len(curve.points) > 4 * SMOOTH
-        parts.append(_line(curve, curve.points, place, width=1.0 if noisy else 1.5, opacity=0.25 if noisy else 1.0))
-        if len(curve.points) == 1:
-            x, y = place(*curve.points[0]).split(",")
+        faint = {"width": 1.0, "opacity": 0.25} if curve in noisy else {"width": 1.5, "opacity": 1.0}
+        parts.append(_line(curve, curve.points, frame.place, **faint))
+        if len(curve.points) == 1:  # a line of one point shows nothing
+            x, y = frame.place(*curve.points[0]).split(",")
             parts.append(f'<circle cx="{x}" cy="{y}" r="3" fill="{curve.colour}"/>')
-    for curve in found:
-        if smooth and len(curve.points) > 4 * SMOOTH:
-            parts.append(_line(curve, smoothed(curve.points), place, width=1.5, opacity=1.0))
+    parts += [_line(curve, smoothed(curve.points), frame.place, width=1.5, opacity=1.0) for curve in noisy]
     size = f'width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}"'
     return f'<figure><svg class="chart" {size} role="img">{"".join(parts)}</svg></figure>'
 

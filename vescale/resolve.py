@@ -5,13 +5,53 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib
+import re
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 BROKEN = object()  # stands for what could not be built and has been complained about
+
+
+class Problem(NamedTuple):
+    """One complaint, and the dotted key that it is about: of a value, or of an object that refuses its own."""
+
+    key: str
+    text: str
+
+
+class Refused(ValueError):
+    """What is wrong with a configuration, in one line: a complaint for each wrong value.
+
+    Args:
+        problems: The complaints.
+    """
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        super().__init__("; ".join(problem.text for problem in problems))
+        self.problems = problems
+
+    def at_the_source(self, follows: Mapping[str, str]) -> Refused:
+        """Returns the same with one complaint for each mistake, which names the key that the value was given to.
+
+        Args:
+            follows: Keys that take their values from another, with that key.
+        """
+        named = {problem.key for problem in self.problems}
+        kept = [problem for problem in self.problems if follows.get(problem.key) not in named]
+        return Refused([problem._replace(text=problem.text + _sources(problem, follows)) for problem in kept])
+
+
+def _sources(problem: Problem, follows: Mapping[str, str]) -> str:
+    """Says where the values come from that are complained about."""
+    said = []
+    for key, source in follows.items():
+        of, _, field = key.rpartition(".")
+        if key == problem.key or (of == problem.key and re.search(rf"\b{field}\b", problem.text)):
+            said.append(f"{key} follows {source}")
+    return f" ({', '.join(said)})" if said else ""
 
 
 def resolve(node: Any, where: str = "") -> Any:
@@ -23,16 +63,16 @@ def resolve(node: Any, where: str = "") -> Any:
         where: The dotted key of `node`, for messages.
 
     Raises:
-        ValueError: Unknown classes, unknown, missing or ill-typed fields, several together.
+        Refused: Unknown classes, unknown, missing or ill-typed fields, several together.
     """
-    problems: list[str] = []
+    problems: list[Problem] = []
     built = _build(node, where, problems)
     if problems:
-        raise ValueError("; ".join(problems))
+        raise Refused(problems)
     return built
 
 
-def _build(node: Any, where: str, problems: list[str]) -> Any:
+def _build(node: Any, where: str, problems: list[Problem]) -> Any:
     if isinstance(node, list):
         return [_build(item, _at(where, i), problems) for i, item in enumerate(node)]
     if not isinstance(node, dict):
@@ -49,7 +89,7 @@ def _build(node: Any, where: str, problems: list[str]) -> Any:
     try:
         return kind(**values)
     except ValueError as problem:
-        problems.append(f"{where}: {problem}" if where else str(problem))
+        problems.append(Problem(where, f"{where}: {problem}" if where else str(problem)))
         return BROKEN
 
 
@@ -57,7 +97,7 @@ def _at(where: str, key: object) -> str:
     return f"{where}.{key}" if where else str(key)
 
 
-def _find(target: str, where: str, problems: list[str]) -> Any:
+def _find(target: str, where: str, problems: list[Problem]) -> Any:
     """Returns the dataclass called `target` ("optimizers.Muon")."""
     module, _, name = str(target).rpartition(".")
     try:
@@ -65,10 +105,10 @@ def _find(target: str, where: str, problems: list[str]) -> Any:
     except ImportError as problem:
         broken = isinstance(problem, ModuleNotFoundError) and not str(target).startswith(str(problem.name))
         why = f": {problem}" if broken or not isinstance(problem, ModuleNotFoundError) else "; is it on PYTHONPATH?"
-        problems.append(f"{where}: no module {module!r} to take {target!r} from{why}")
+        problems.append(Problem(where, f"{where}: no module {module!r} to take {target!r} from{why}"))
         return None
     except ValueError:
-        problems.append(f"{where}: no module {module!r} to take {target!r} from")
+        problems.append(Problem(where, f"{where}: no module {module!r} to take {target!r} from"))
         return None
     kind = getattr(room, name, None)
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
@@ -76,13 +116,13 @@ def _find(target: str, where: str, problems: list[str]) -> Any:
     public = [
         n for n in (getattr(room, "__all__", None) or vars(room)) if dataclasses.is_dataclass(getattr(room, n, None))
     ]
-    problems.append(f"{where}: no dataclass {name!r} in {module}: {choices(name, public)}")
+    problems.append(Problem(where, f"{where}: no dataclass {name!r} in {module}: {choices(name, public)}"))
     return None
 
 
-def _fit_fields(kind: Any, values: dict[str, Any], where: str, problems: list[str]) -> None:
+def _fit_fields(kind: Any, values: dict[str, Any], where: str, problems: list[Problem]) -> None:
     """Changes `values` to what the fields of `kind` want."""
-    problems += _key_problems(kind, values, where)
+    problems += [Problem(where, text) for text in _key_problems(kind, values, where)]
     fields, hints = {f.name: f for f in dataclasses.fields(kind)}, _hints(kind)
     for key in [key for key in values if key in hints and key in fields]:
         if values[key] is BROKEN or (values[key] is None and fields[key].default is None):  # None: "find out"
@@ -90,7 +130,7 @@ def _fit_fields(kind: Any, values: dict[str, Any], where: str, problems: list[st
         try:
             values[key] = fit(values[key], hints[key])
         except TypeError as problem:
-            problems.append(f"{_at(where, key)}: {problem}")
+            problems.append(Problem(_at(where, key), f"{_at(where, key)}: {problem}"))
 
 
 def _key_problems(kind: Any, values: Mapping[str, Any], where: str) -> list[str]:
@@ -127,6 +167,8 @@ def fit(value: Any, hint: Any) -> Any:
         if len(kinds) != len(value):
             raise TypeError(f"expected {len(kinds)} values, got {value!r}")
         return tuple(fit(item, kind) for item, kind in zip(value, kinds, strict=True))
+    if origin is Mapping and isinstance(value, dict):
+        return {fit(key, arms[0]): fit(item, arms[1]) for key, item in value.items()}
     if hint is torch.dtype and isinstance(value, str) and isinstance(getattr(torch, value, None), torch.dtype):
         return getattr(torch, value)
     if hint is Path and isinstance(value, str):
@@ -136,7 +178,12 @@ def fit(value: Any, hint: Any) -> Any:
     if hint is int and isinstance(value, float) and value.is_integer():
         return int(value)
     if not (value in arms if origin is typing.Literal else _is(value, origin or hint)):
-        raise TypeError(f"expected {_words(hint)}, got {value!r}")
+        target = (
+            f", by _target_: {hint.__module__}.{hint.__name__}"
+            if isinstance(hint, type) and dataclasses.is_dataclass(hint)
+            else ""
+        )
+        raise TypeError(f"expected {_words(hint)}{target}, got {value!r}")
     return value
 
 

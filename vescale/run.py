@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from vescale.block import Lattice
+from vescale.host_read import HostRead
 from vescale.placement import RaggedShard
 from vescale.planner import ALIGN
 from vescale.ragged_tensor import RaggedTensor, from_local
@@ -52,6 +53,12 @@ class BlockState(NamedTuple):
         row = self.rows[name][block - self.first]
         return row if row.shape == torch.Size(shape) else row.reshape(-1)[: math.prod(shape)].view(tuple(shape))
 
+    def begin(self, block: int, values: dict[str, torch.Tensor]) -> None:
+        """Makes ``values`` the state of a block that is shorter than the others; the rest of its rows is zero."""
+        for name, value in values.items():
+            self.rows[name][block - self.first].zero_()
+            self.row(name, block, value.shape).copy_(value)
+
 
 def chunk_state(rule: Any) -> dict[str, torch.dtype]:
     """Names and dtypes of the rule's state that has one number for each ``finest`` elements."""
@@ -78,12 +85,13 @@ class Run:
     offloaded: bool  # whether state is in the CPU's memory
     state: dict[str, torch.Tensor]  # name -> (stop - start,) flat; chunk state -> one for each rule.finest elements
     numbers: dict[str, torch.Tensor]  # name -> (len(params),) float32, state that is one number of a parameter
-    begun: torch.Tensor  # (len(params),) int64 on the CPU, steps begun, skipped ones counted
+    taken: list[int]  # steps completed, as far as the host knows; on the parent, kept where there is block state
     blocks: list[BlockState]  # of each parameter; on a whole run of a rule with block state
     steps: torch.Tensor  # (len(params),) float32, completed steps
     all_state: dict[str, Any]  # what the rule is given: ``state`` on the device, "step", () float32, and ``place``
     ages: list[int]  # equal for parameters that took part in the same steps; others are stepped apart
     clock: int  # steps begun, on the parent
+    unread: list[tuple[range, HostRead | None]]  # on the parent: members of a step, and the flag that skips it
 
     def __init__(
         self,
@@ -119,15 +127,15 @@ class Run:
                 name: torch.full_like(self.steps, value, device="cpu" if offload_state else None)
                 for name, value in numbers.items()
             }
-            self.begun = torch.zeros(len(params), dtype=torch.int64)
             self.clock, self.ages, self.blocks = 0, [0] * len(params), []
+            self.taken, self.unread = [0] * len(params), []
         else:
             self.offloaded = parent.offloaded
             at = self.start - parent.start
             stop = at + self.stop - self.start
             self.state = {name: parent.state[name][at:stop] for name in rule.element_state()}
             mine = slice(first, first + len(params))
-            self.steps, self.begun = parent.steps[mine], parent.begun[mine]
+            self.steps = parent.steps[mine]
             self.numbers = {name: values[mine] for name, values in parent.numbers.items()}
             self.blocks = parent.blocks[mine]
         self.all_state = {} if self.offloaded else {**self.state, "step": self.steps[0], **self.place}
@@ -278,14 +286,18 @@ class Run:
         """
         device = torch.device("cpu") if self.offloaded else self.steps.device
         for index, units in enumerate(owned):
-            first = sum(units[: self.rank])
-            values = self.rule.block_state(self.lattice(index).block)
+            first, lattice = sum(units[: self.rank]), self.lattice(index)
             rows = {
                 # A copy: an expansion to no rows would keep the memory of one.
                 name: self._held(value.to(device).repeat(units[self.rank], *[1] * value.ndim))
-                for name, value in values.items()
+                for name, value in self.rule.block_state(lattice.block).items()
             }
             self.blocks.append(BlockState(first, rows, tuple(units)))
+            short: dict[tuple[int, ...], dict[str, torch.Tensor]] = {}
+            for block in range(first, first + units[self.rank]):
+                if (shape := lattice.block_at(block)) != lattice.block:
+                    values = short.get(shape) or short.setdefault(shape, self.rule.block_state(shape))
+                    self.blocks[-1].begin(block, values)
 
     def block_view(self, name: str, index: int) -> torch.Tensor:
         """Block state of parameter ``index``, (blocks, *state), cut between the ranks that compute its blocks."""
@@ -310,12 +322,35 @@ class Run:
             return Lattice(shape, self.rule.block_shape(shape)).num_blocks
         return 1
 
-    def advance(self) -> None:
-        """Counts a step that was begun; ``steps``, which counts those completed, is its bucket's to raise."""
+    def advance(self, skip: torch.Tensor | None) -> None:
+        """Counts a step that was begun; ``steps``, which counts those completed, is its bucket's to raise.
+
+        Args:
+            skip: The flag of the step, which a device may not know yet: ``count`` looks at it.
+        """
+        members = range(self.first, self.first + len(self.params))
         if self.blocks:
-            self.begun += 1
-        ages, mine = self.parent.ages, slice(self.first, self.first + len(self.params))
-        ages[mine] = [hash((ages[self.first], self.parent.clock))] * len(self.params)  # they are equal: see ``active``
+            self.parent.unread.append((members, skip if skip is None else HostRead(skip)))
+        ages = self.parent.ages
+        age = hash((ages[self.first], self.parent.clock))  # theirs are equal: see ``active``
+        ages[members.start : members.stop] = [age] * len(members)
+
+    def count(self) -> None:
+        """Brings ``taken`` up to date; flags of the step before have long been on their way to the host."""
+        for members, skipped in self.unread:
+            if skipped is None or not skipped.wait():
+                for index in members:
+                    self.taken[index] += 1
+        self.unread.clear()
+
+    def recount(self) -> None:
+        """Takes the counts from ``steps``, which was written from elsewhere."""
+        self.ages = [int(step) for step in self.steps.tolist()]
+        self.taken, self.unread = [*self.ages], []
+
+    def taken_by(self, index: int) -> int:
+        """Steps that parameter ``index`` has completed; no device is read."""
+        return self.parent.taken[self.first + index]
 
 
 def runs_of(group: dict[str, Any], rule: Any, *, offload_state: bool = False) -> list[Run]:

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import (
@@ -116,9 +115,8 @@ def observe(trainer: Trainer, live: LiveBytes, *, micro_batch: int, micro_batche
     if norm is not None:
         step_in_backward(model, optimizer, norm=norm)
     for run in optimizer.runs:
-        if isinstance(run.begun, FakeTensor):  # what the host reads: whose turn it is, and the step of one parameter
-            run.begun = np.zeros(run.begun.shape, dtype=np.int64)  # type: ignore[assignment]
-            run.steps = torch.tensor([0.0]) if len(run.params) == 1 else run.steps  # made-up constants have a value
+        if isinstance(run.steps, FakeTensor) and len(run.params) == 1:  # the host reads the step of one parameter
+            run.steps = torch.tensor([0.0])  # made-up constants have a value
             run.all_state["step"] = run.steps[0]
     tokens = torch.zeros(micro_batch, trainer.data_config.seq_len, dtype=torch.int64)
     with torch.no_grad():

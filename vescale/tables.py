@@ -6,9 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
+from rich.text import Text
 
-from vescale.advice import gb
+from vescale.advice import readable
 
 
 def show(figures: Mapping[str, Any], console: Console | None = None) -> None:
@@ -34,51 +36,63 @@ def _model(section: Mapping[str, Any]) -> Iterable[Any]:
     )
     ranks = section["ranks"]
     yield (
-        f"{ranks:,} rank{'s' * (ranks != 1)}, {section['units']} units, padding {section['padding']:.2%}, "
-        f"{section['bytes_cut']:,} bytes of blocks are cut"
+        f"{ranks:,} rank{'s' * (ranks != 1)}, {section['units']} units of fully_shard, padding "
+        f"{section['padding']:.2%}; {readable(section['bytes_cut'])} lie in blocks that an edge between ranks cuts"
     )
-    rows = [(name, group["rule"], group["parameters"], f"{group['elements']:,}") for name, group in _items(section)]
+    groups = section["optimizer"].items()
+    rows = [(name, group["rule"], group["parameters"], f"{group['elements']:,}") for name, group in groups]
     yield _table(("group", "rule", "parameters", "elements"), rows)
-
-
-def _items(section: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
-    return section["optimizer"].items()
 
 
 def _memory(section: Mapping[str, Any]) -> Iterable[Any]:
     yield (
-        f"rank {section['rank']:,} holds the most; {gb(section['available'])} of {gb(section['device'])} to use, "
-        f"{gb(section['reserve'])} in reserve; configured: ZeRO {section['stage']}, "
+        f"rank {section['rank']:,} holds the most; {readable(section['available'])} of {readable(section['device'])} "
+        f"to use, {readable(section['reserve'])} in reserve; configured: ZeRO {section['stage']}, "
         f"checkpointing {section['configured']}"
     )
-    stages = section["stages"]
-    rows = [
-        (stage, gb(s["textbook_states"]), gb(s["peak"]), s["moment"], _fits(s["fits"], s["margin"]))
-        for stage, s in stages.items()
-    ]
-    yield _table(("ZeRO", "textbook states", "peak", "at", "fits"), rows)
-    parts, most = stages[str(section["stage"])]["parts"], section["most"]
-    yield _table(
-        (f"ZeRO {section['stage']}", "at the peak", "most at any moment"),
-        [(what, gb(parts.get(what, 0)), gb(nbytes)) for what, nbytes in most.items()],
-    )
+    yield from _stages(section["stages"])
+    yield from _parts(section)
     yield _table(("optimizer state", "bytes"), [(kind, f"{n:,}") for kind, n in section["optimizer_state"].items()])
     batch = section["batch"]
     rows = [
-        (word, gb(peak), *_micro(batch[word], batch["global_tokens"]))
+        (word, readable(peak), *_micro(batch[word], batch["global_tokens"]))
         for word, peak in section["checkpointing"].items()
     ]
     yield _table(("checkpointing", "peak as configured", "micro-batch that fits", "accumulation", "peak of it"), rows)
 
 
+def _stages(stages: Mapping[str, Any]) -> Iterable[Any]:
+    rows = [
+        (stage, readable(s["textbook_states"]), readable(s["peak"]), s["moment"], _fits(s["fits"], s["margin"]))
+        for stage, s in stages.items()
+    ]
+    yield _table(("ZeRO", "Adam's states", "peak of this run", "at", "fits"), rows)
+    yield _note(
+        "Adam's states: the textbook's 16 bytes a parameter (bf16 weights and gradients, float32 master and two "
+        "moments), shared out as the stage says; peak: every live tensor, with this run's optimizer and dtypes"
+    )
+
+
+def _parts(section: Mapping[str, Any]) -> Iterable[Any]:
+    parts, most = section["stages"][str(section["stage"])]["parts"], section["most"]
+    rows = [(what, readable(parts.get(what, 0)), readable(nbytes)) for what, nbytes in most.items()]
+    yield _table((f"ZeRO {section['stage']}", "at the peak", "most at any moment"), rows)
+    yield _note(
+        "gathered units: whole parameters of the layers at work; gradients in flight: whole, until the reduce-scatter; "
+        "gradients: this rank's shards of the sum; blocks of the optimizer: what its step holds beside them"
+    )
+
+
 def _micro(fit: Mapping[str, Any] | None, tokens: int) -> tuple[str, ...]:
     if fit is None:
         return "none fits", "", ""
-    return f"{fit['micro_batch']} sequences", f"x {fit['accumulation']} for {tokens:,} tokens", gb(fit["peak"])
+    size = fit["micro_batch"]
+    sequences = f"{size} sequence{'s' * (size != 1)}"
+    return sequences, f"x {fit['accumulation']} for {tokens:,} tokens", readable(fit["peak"])
 
 
 def _fits(fits: bool, margin: float) -> str:
-    return f"yes, {gb(margin)} free" if fits else f"no, {gb(-margin)} short"
+    return f"yes, {readable(margin)} free" if fits else f"no, {readable(-margin)} short"
 
 
 def _communication(section: Mapping[str, Any]) -> Iterable[Any]:
@@ -87,7 +101,7 @@ def _communication(section: Mapping[str, Any]) -> Iterable[Any]:
         "whole buffers, per step"
     )
     rows = [
-        (line["what"], line["collective"], f"{line['calls']:,}", gb(line["nbytes"]), _time(line["seconds"]))
+        (line["what"], line["collective"], f"{line['calls']:,}", readable(line["nbytes"]), _time(line["seconds"]))
         for line in section["lines"]
     ]
     yield _table(("what", "collective", "calls", "bytes", "time"), rows)
@@ -103,28 +117,32 @@ def _communication(section: Mapping[str, Any]) -> Iterable[Any]:
 
 
 def _optimizer(section: Mapping[str, Any]) -> Iterable[Any]:
-    yield f"element-wise passes {_time(section['elementwise_seconds'])}"
+    yield f"reading and writing parameters, gradients and state once: {_time(section['elementwise_seconds'])}"
     if "ways" not in section:
         yield "no rule works on whole blocks: nothing moves in the step"
         return
     yield (
-        f"{section['blocks_kept']:,} blocks kept, {section['blocks_cut']:,} cut; busiest rank {section['balance']:.2f} "
-        f"x the mean (one block alone is {section['largest_block']:.2f})"
+        f"{section['blocks_kept']:,} blocks lie whole on a rank, {section['blocks_cut']:,} are cut; the busiest rank "
+        f"computes {section['balance']:.2f} x the mean (the largest block alone is {section['largest_block']:.2f})"
     )
-    most = gb(section["bytes_moved_worst_rank"])
-    yield f"{gb(section['bytes_moved'])} moved in the world, {most} sent by the busiest rank"
+    most = readable(section["bytes_moved_worst_rank"])
+    yield f"{readable(section['bytes_moved'])} moved in the world, {most} sent by the busiest rank"
     rows = [
         (
             way["way"],
-            gb(way["bytes_per_rank"]),
+            readable(way["bytes_per_rank"]),
             _time(way["network_seconds"]),
             _time(way["compute_seconds"]),
-            gb(way["extra_bytes"]),
+            readable(way["extra_bytes"]),
             way["note"],
         )
         for way in section["ways"]
     ]
-    yield _table(("way", "sent by a rank", "network", "compute", "more memory", ""), rows)
+    yield _table(("way to whole blocks", "sent by a rank", "network", "compute", "more memory", ""), rows)
+    yield _note(
+        "block: what one update needs whole, a matrix for Muon; its owner is the rank that computes it. Network and "
+        "compute: of the busiest rank, in a step"
+    )
 
 
 def _pipeline(section: Sequence[Mapping[str, Any]]) -> Iterable[Any]:
@@ -132,11 +150,12 @@ def _pipeline(section: Sequence[Mapping[str, Any]]) -> Iterable[Any]:
         (row["name"], row["stages"], row["micro_batches"], f"{row['bubble']:.1%}", f"{row['kept']:g}")
         for row in section
     ]
-    yield _table(("schedule", "stages", "micro-batches", "bubble", "activations kept"), rows)
+    yield _table(("schedule", "stages", "micro-batches", "bubble", "micro-batches held"), rows)
 
 
-def _advice(section: Sequence[Mapping[str, Any]]) -> Iterable[Any]:
-    for number, advice in enumerate(section, start=1):
+def _advice(section: Mapping[str, Any]) -> Iterable[Any]:
+    yield section["conclusion"]
+    for number, advice in enumerate(section["decisions"], start=1):
         yield f"{number}. {advice['text']}"
 
 
@@ -177,6 +196,11 @@ def _calls(row: Mapping[str, Any]) -> str:
 
 def _agrees(row: Mapping[str, Any]) -> str:
     return "agree" if row["agrees"] else "DIFFER"
+
+
+def _note(text: str) -> Padding:
+    """What the words above mean."""
+    return Padding(Text(text, style="dim"), (0, 0, 0, 2))
 
 
 def _time(seconds: float) -> str:

@@ -50,8 +50,8 @@ def model_collectives(
     """Returns the collectives of forward and backward, as ``fully_shard`` calls them in a step.
 
     Stages 0 to 2 gather once after the step; 0 and 1, and 3 where each reduction is a step, reduce after the last
-    micro-batch alone. A group of one rank is
-    called too, and moves nothing. Dealt experts have lines of their own, which end with ``EXPERTS``.
+    micro-batch alone. A group of one rank is called too, and moves nothing. Dealt experts have lines of their own,
+    which end with ``EXPERTS``.
 
     Args:
         blueprint: Of the ranks that share a copy; at stage 0 of one rank.

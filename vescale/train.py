@@ -20,11 +20,12 @@ import time
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, suppress
+from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vescale.keys import SPREADING, WATCHING, among, flat
-from vescale.resolve import choices, resolve
+from vescale.resolve import Refused, choices, resolve
 
 if TYPE_CHECKING:
     from vescale.trainer import Trainer
@@ -40,6 +41,7 @@ class Point(NamedTuple):
     config: dict[str, Any]
     overrides: list[str]
     options: list[str]
+    follows: dict[str, str]  # keys whose values are taken from another key, with that key
 
 
 # --- composition: the only use of Hydra ---
@@ -92,7 +94,7 @@ def points(argv: Sequence[str], command: str = "train") -> list[Point]:
     ours = [word for word in argv if word.lstrip("+~").partition("=")[0] in ("hydra.run.dir", "hydra.sweep.dir")]
     if ours:
         raise ValueError(f"{ours[0]}: Hydra only composes here and makes no folder; the run's is run_dir=...")
-    _check_headers(argv)
+    _check_folders(argv)
     OmegaConf.register_new_resolver("by_model", _by_model, replace=True)
     OmegaConf.register_new_resolver("part", _part, replace=True)
     with tempfile.TemporaryDirectory() as scratch, _command_line([f"hydra.sweep.dir={scratch}", *argv], command):
@@ -105,11 +107,19 @@ def points(argv: Sequence[str], command: str = "train") -> list[Point]:
     return found
 
 
-def _check_headers(argv: Sequence[str]) -> None:
-    """Refuses a user's recipe that would put its keys below `recipe`; Hydra would blame others for what comes of it."""
+def _check_folders(argv: Sequence[str]) -> None:
+    """Refuses what Hydra would pass over in silence, or blame others for what comes of it, in a user's folder.
+
+    A file of a shipped one's name is hidden by that; a recipe without its header has its keys below `recipe`.
+    """
     pairs = [(*word.partition("=")[::2], after) for word, after in zip(argv, [*argv[1:], ""], strict=False)]
     folders = [Path(value or after) for key, value, after in pairs if key in ("--config-dir", "-cd")]
     names = [name for key, value, _ in pairs if key == "recipe" for name in value.split(",")]
+    shipped = resources.files("recipes")
+    for path in (path for folder in folders for path in sorted(folder.glob("*/*.yaml"))):
+        hides = shipped.joinpath(path.parent.name, path.name)
+        if hides.is_file() and hides.read_bytes() != path.read_bytes():
+            raise ValueError(f"{path}: a shipped file has this name, and hides it: give it another")
     for path in (folder / "recipe" / f"{name}.yaml" for folder in folders for name in names):
         if path.is_file() and not re.match(r"#\s*@package\s+_global_\s*$", path.read_text(), re.MULTILINE):
             raise ValueError(
@@ -129,7 +139,14 @@ def _point(config: Any, settings: Any) -> Point:  # OmegaConf's containers
     plain = typing.cast(dict[str, Any], OmegaConf.to_container(config, resolve=True, throw_on_missing=True))
     overrides = list(settings.overrides.task)
     _name_run(plain, settings.runtime.choices.get("recipe"), overrides)
-    return Point(plain, overrides, _options(settings))
+    written = flat(typing.cast(dict[str, Any], OmegaConf.to_container(config)))
+    return Point(plain, overrides, _options(settings), _followed(written))
+
+
+def _followed(written: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the keys that take their values from another, `${trainer.steps}` or `${part:${trainer.steps},0.04}`."""
+    found = {key: re.search(r"\$\{([\w.]+)\}", value) for key, value in written.items() if isinstance(value, str)}
+    return {key: source[1] for key, source in found.items() if source}
 
 
 @contextmanager
@@ -188,17 +205,29 @@ def _explain(problem: Exception) -> str:
 
     if isinstance(problem, MissingConfigException) and problem.options:
         group, _, name = str(problem.missing_cfg_file).rpartition("/")
-        return f"unknown {group} {name!r}: {choices(name, problem.options)}"
+        own = f"your own {group}/{name}.yaml is found with --config-dir FOLDER"
+        return f"unknown {group} {name!r}: {choices(name, problem.options)} ({own})"
     cause = problem.__cause__ if isinstance(problem.__cause__, (ConfigAttributeError, ConfigKeyError)) else problem
     if isinstance(cause, (ConfigAttributeError, ConfigKeyError)) and isinstance(cause.parent_node, DictConfig):
-        keys = [str(key) for key in cause.parent_node if key not in ("hydra", "_target_")]
-        return f"unknown key {str(cause.full_key)!r}: {choices(str(cause.key), keys)}"
+        return f"unknown key {str(cause.full_key)!r}: {_known_keys(cause)}"
     if isinstance(problem, OverrideParseException):
         return f"cannot read {problem.override!r}: expected key=value, and quotes around values with ,[]{{}}()$\"'"
     if isinstance(problem, InterpolationResolutionError):
         line = str(problem).partition("\n")[0]
         return f"{problem.full_key}: {line.partition('resolving interpolation: ')[2] or line}"
     return " ".join(str(problem).split())
+
+
+def _known_keys(problem: Any) -> str:  # OmegaConf's
+    """Returns what may be set where a key is unknown, and where else there is one of that name."""
+    from omegaconf import OmegaConf
+
+    mapping, wrong = problem.parent_node, str(problem.key)
+    keys = [str(key) for key in mapping if key not in ("hydra", "_target_")]
+    known = choices(wrong, keys) if keys else f"nothing is there yet; +{problem.full_key}=... adds it"
+    everything = flat(typing.cast(dict[str, Any], OmegaConf.to_container(mapping._get_root())))
+    places = [key for key in everything if key.endswith(f".{wrong}") and not key.startswith("hydra.")]
+    return known + (f"; there is {', '.join(places[:4])}" if places else "")
 
 
 # --- the run's folder ---
@@ -336,7 +365,7 @@ def _run(argv: Sequence[str]) -> int:
         found = points(words)
         if len(found) > 1 or {"-m", "--multirun"} & {*words}:
             return sweep(found)
-        trainer = _checked(found[0].config) if found else None  # Hydra printed what was asked for
+        trainer = _checked(found[0]) if found else None  # Hydra printed what was asked for
     except (ValueError, OSError, NotImplementedError) as problem:
         return _refuse(problem)
     return 0 if trainer is None or CHECK in argv else _train(trainer)
@@ -379,11 +408,15 @@ def _is_of_another_rank(problem: RuntimeError) -> bool:
     return any(word in str(problem) for word in words)
 
 
-def _checked(config: dict[str, Any]) -> Trainer | None:
+def _checked(point: Point) -> Trainer | None:
     """Returns a trainer that may run, or None after a dry run has printed its plan."""
     from vescale.mesh import world_size
 
-    world, trainer = world_size(), prepare(config)
+    world, config = world_size(), point.config
+    try:
+        trainer = prepare(config)
+    except Refused as problem:
+        raise problem.at_the_source(point.follows) from None
     if config["dry_run"]:
         print(describe(trainer, config["world_size"] or world))
         return None
@@ -409,7 +442,7 @@ def describe(trainer: Trainer, world: int) -> str:
     seq_len = trainer.data_config.seq_len
     total, flops = trainer.model_config.num_parameters(), trainer.model_config.flops_per_token(seq_len)
     size = f"{total:,} parameters, {flops:.4g} FLOPs per token at {seq_len} tokens, {world} rank{'s' * (world > 1)}"
-    blueprint = Blueprint(trainer, trainer.parallelism.shard_ranks(world) if trainer.parallelism.zero else 1)
+    blueprint = Blueprint.of_job(trainer, world)
     clip = trainer.logit_clip
     logits = "" if clip is None else f", {4 * watched_heads(clip, trainer.model):,} of largest logits"
     return f"{trainer.routing}\n{size}\n{blueprint.held()}{logits}\n{blueprint.describe()}"

@@ -71,6 +71,7 @@ class Trainer:
     journal: Journal | None  # on rank 0
     loads: dict[str, Tensor]  # what the last step said of its experts
     _kept: int | None  # step of the newest checkpoint that is whole or being written
+    _position: position.Position  # that ``_start`` found and ``_resume`` loads
 
     def __init__(self, run: RunConfig, *, settings: dict[str, Any]) -> None:
         self.config, self.parallelism, self.tracking, self.rules = run.trainer, run.parallelism, run.tracking, run.rules
@@ -118,6 +119,8 @@ class Trainer:
         at = position.newest(self.checkpoints, decides=self.lead)  # checksums are compared when the ranks are there
         if at.path is not None:
             self.data.check(at.extra["data"])
+        else:
+            preflight.check_weights(self.model_config)
         target, done = self.config.export, at.extra["step"] >= self.config.steps
         if target is not None and not done:
             preflight.check_export(Path(target))
@@ -285,15 +288,17 @@ class Trainer:
     # --- beginning and end ---
 
     def _start(self) -> None:
-        """Shards the model over the ranks, and fills it with the seed's weights."""
+        """Shards the model over the ranks, and fills it with the weights that a run begins with."""
         mesh = make_mesh(self.device, shard_ranks=self.parallelism.shard_ranks(dist.get_world_size()))
         self._require_same("the configuration", self.settings)
         self._require_same(f"what lies at {self.data_config.path}", self.data.describe())
+        self._position = position.agreed(self.checkpoints)
         self._deal_experts()
         self.shard(mesh=mesh)
         self.model.to_empty(device=self.device)
         torch.manual_seed(self.config.seed)
-        self.model.init_weights()
+        goes_on = self._position.path is not None  # weights come from the checkpoint, whatever became of their source
+        getattr(self.model, "init_buffers" if goes_on else "init_weights", self.model.init_weights)()
         self.model.set_gradient_divide_factor(1.0, recurse=True)  # the loss is divided by the tokens of all ranks
         self.optimizer = Optimizer(self.model.named_parameters(), self.rules, **self.engine)
         self.norm_in_backward = NormInParts() if self.config.step_in_backward else None
@@ -348,7 +353,7 @@ class Trainer:
 
     def _resume(self) -> None:
         """Continues the newest good checkpoint, if there is one."""
-        path, extra, wrong = position.agreed(self.checkpoints)
+        path, extra, wrong = self._position
         if path is not None:
             checkpoint.load(path, model=self.model, optimizer=self.optimizer, verified=True)
             self.health.load(extra.get("health", {}))
@@ -463,7 +468,7 @@ class Trainer:
         """Logs, evaluates and saves when it is time to; after the last step, ``_finish`` evaluates and saves."""
         if self._due(self.config.gc_every):
             self.garbage.collect()
-        if self._due(self.config.log_every):
+        if self.step == 1 or self._due(self.config.log_every):
             self._settle()
             self._log(loss, norm)
         evaluates, saves = self._due(self.config.eval_every), self._due(self.config.save_every)

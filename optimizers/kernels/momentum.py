@@ -18,6 +18,8 @@ from optimizers.kernels.operand import FLOAT32, FLOATS, RATES, expect
 
 # Elements of a program: eight for each of four warps' threads, two 16-byte loads of float32.
 BLOCK = 1024
+# Elements of a pass of the twin on CPU: what its second half reads, four tensors of 256 KiB, is in the cache still.
+CACHED = 2**16
 
 
 def momentum_(
@@ -54,12 +56,14 @@ def momentum_torch(
     """The twin. ``lerp`` has the same bits at any cut of a run, on CPU too."""
     decay = exact(decay)
     gain, kept = weight(1 - decay, grad), weight(decay, grad)
-    if skip is None:
-        momentum.lerp_(grad, gain)
-    else:
-        # Selected, not multiplied: NaN * 0 is NaN.
-        torch.where(skip > 0, momentum, momentum.lerp(grad, gain), out=momentum)
-    out.copy_(grad.lerp(momentum, kept) if nesterov else momentum)
+    size = CACHED if momentum.device.type == "cpu" else max(momentum.numel(), 1)
+    for average, new, into in zip(momentum.split(size), grad.split(size), out.split(size), strict=True):
+        if skip is None:
+            average.lerp_(new, gain)
+        else:
+            # Selected, not multiplied: NaN * 0 is NaN.
+            torch.where(skip > 0, average, average.lerp(new, gain), out=average)
+        into.copy_(new.lerp(average, kept) if nesterov else average)
 
 
 def momentum_triton(

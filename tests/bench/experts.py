@@ -24,7 +24,7 @@ from report import arguments, machine
 from rich.console import Console
 from rich.table import Table
 
-MODELS: dict[str, list[str]] = {"experts": [], "dense": ["model.first_k_dense_replace=5"]}
+MODELS: dict[str, list[str]] = {"experts": [], "dense": ["model.first_k_dense_replace=5", "optimizer=muon"]}
 SEEDS = (0, 1, 2)
 
 
@@ -35,7 +35,7 @@ def train(model: str, seed: int, steps: int) -> dict[str, Any]:
         words += ["trainer.save_every=1000000", "trainer.eval_every=1000000", "trainer.log_every=1", *MODELS[model]]
         command = [sys.executable, "-m", "vescale.train", "recipe=moe_debug_muon", *words]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        subprocess.run(command, check=True, env=environment, capture_output=True, cwd=scratch)
+        subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL, cwd=scratch)
         lines = [json.loads(line) for line in (Path(scratch) / "run" / "metrics.jsonl").read_text().splitlines()]
     (final,) = [line["validation_loss"] for line in lines if "validation_loss" in line]
     # Of the worst layer, by step; empty for the dense model.

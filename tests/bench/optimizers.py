@@ -4,9 +4,10 @@
 
 Rows of the file that a run does not measure again stay.
 
-Peers: FSDP2 with ``full_tensor`` on every rank and the same Muon arithmetic; an owner per matrix with even all-to-alls
-of equal matrices, as microsoft/dion schedules them; torch's AdamW on FSDP2's DTensors and on plain local tensors;
-torchao's AdamW8bit, eager and compiled; pytorch_optimizer's SOAP and Shampoo; our own rule one block at a time.
+Peers: FSDP2 with ``full_tensor`` on every rank and the arithmetic of torch's Muon; the same arithmetic with an owner
+per matrix and even all-to-alls of equal matrices, as microsoft/dion schedules them; torch's AdamW on FSDP2's DTensors
+and on local tensors; torchao's AdamW8bit, eager and compiled; pytorch_optimizer's SOAP and Shampoo; our own rule one
+block at a time.
 """
 
 from __future__ import annotations
@@ -28,12 +29,13 @@ from report import Row, arguments, publish, row
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as fsdp2
+from torch.optim._muon import _zeropower_via_newtonschulz
 
 # This file is called as the package that it measures: its folder goes to the end of the path.
 FOLDER = str(Path(__file__).resolve().parent)
 sys.path = [entry for entry in sys.path if str(Path(entry).resolve()) != FOLDER] + [FOLDER]
 
-from optimizers import SOAP, Adam8bit, AdamW, Muon, Shampoo, newton_schulz
+from optimizers import SOAP, Adam8bit, AdamW, Muon, Shampoo
 from vescale import Optimizer, Rules, distribute, fully_shard
 
 LAYERS, WIDTH = 12, 512
@@ -83,6 +85,12 @@ def fsdp2_params(shapes: Sequence[tuple[int, ...]], layers: int, mesh: DeviceMes
     return params
 
 
+def orthogonalised(update: torch.Tensor) -> torch.Tensor:
+    """Returns the update of ``torch.optim.Muon`` with ``adjust_lr_fn="match_rms_adamw"``."""
+    gain = 0.2 * max(update.shape) ** 0.5
+    return _zeropower_via_newtonschulz(update, (3.4445, -4.7750, 2.0315), 5, 1e-7).mul_(gain)
+
+
 class FullTensorMuon:
     """Muon with momentum on the shards, each matrix gathered and orthogonalised on every rank (FSDP2 + full_tensor)."""
 
@@ -95,8 +103,7 @@ class FullTensorMuon:
         for param, momentum in zip(self.params, self.momenta, strict=True):
             momentum.lerp_(param.grad, 0.05)
             update = param.grad.lerp(momentum, 0.95).to(torch.bfloat16).full_tensor()
-            gain = 0.2 * max(update.shape) ** 0.5
-            direction = newton_schulz(update, gain=gain)
+            direction = orthogonalised(update)
             local = direction.chunk(dist.get_world_size())[dist.get_rank()]  # Shard(0), rows divide
             param.to_local().mul_(1 - 1e-4).add_(local, alpha=-1e-3)
 
@@ -136,7 +143,7 @@ class OwnerMuon:
         shape = self.shapes[group[0]]
         direction = out
         if dist.get_rank() < len(group):
-            direction = newton_schulz(out.view(shape), gain=0.2 * max(shape) ** 0.5).view_as(out)
+            direction = orthogonalised(out.view(shape)).reshape(out.shape)
         back = torch.empty_like(send)
         dist.all_to_all_single(back.view(-1), direction.contiguous().view(-1))
         for slot, index in enumerate(group):
@@ -208,8 +215,7 @@ class FullTensorStack(FullTensorMuon):
         for param, momentum in zip(self.params, self.momenta, strict=True):
             momentum.lerp_(param.grad, 0.05)
             update = param.grad.lerp(momentum, 0.95).to(torch.bfloat16).full_tensor()
-            gain = 0.2 * max(update.shape[1:]) ** 0.5
-            direction = torch.stack([newton_schulz(matrix, gain=gain) for matrix in update])
+            direction = torch.stack([orthogonalised(matrix) for matrix in update])
             local = direction.chunk(dist.get_world_size())[dist.get_rank()]
             param.to_local().mul_(1 - 1e-4).add_(local, alpha=-1e-3)
 

@@ -56,7 +56,9 @@ def train(cell: Cell) -> dict[str, Any]:
     """Runs one cell on one rank; returns its curves and final validation loss in nats per token."""
     with tempfile.TemporaryDirectory() as scratch:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        subprocess.run(command(cell, Path(scratch)), check=True, env=environment, capture_output=True, cwd=scratch)
+        subprocess.run(
+            command(cell, Path(scratch)), check=True, env=environment, stdout=subprocess.DEVNULL, cwd=scratch
+        )
         lines = [json.loads(line) for line in (Path(scratch) / "metrics.jsonl").read_text().splitlines()]
         settings = json.loads((Path(scratch) / "config.json").read_text())
     settings.pop("run_dir")

@@ -29,12 +29,12 @@ SIZES: dict[str, Any] = {
 }
 QWEN = Qwen3MoeConfig(
     **SIZES, num_key_value_heads=2, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16,
-    router_aux_loss_coef=0.0,
+    router_aux_loss_coef=0.5,
 )  # fmt: skip
 DEEPSEEK = DeepseekV3Config(
     **SIZES, intermediate_size=48, moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2,
     first_k_dense_replace=1, n_group=2, topk_group=1, q_lora_rank=None, kv_lora_rank=16, qk_nope_head_dim=8,
-    qk_rope_head_dim=4, v_head_dim=8, checkpoint="full",
+    qk_rope_head_dim=4, v_head_dim=8, router_aux_loss_coef=0.5, checkpoint="full",
 )  # fmt: skip
 RULES = Rules(
     matrices=("*_proj.weight", Muon(lr=0.02, ns_dtype=torch.float32, wire_dtype=torch.float32)),

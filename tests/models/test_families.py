@@ -38,6 +38,10 @@ def test_logits_loss_and_gradients_equal_transformers_and_the_way_back_is_bit_fo
     assert mine.keys() == want_grads.keys()
     torch.testing.assert_close(mine, want_grads, rtol=1e-5, atol=1e-5)
 
+    if sparse:  # the experts as transformers 5 has them in memory
+        reference.save_pretrained(tmp_path / "fused", save_original_format=False)
+        fused = hf.load(tmp_path / "fused").state_dict()
+        assert [key for key, tensor in model.state_dict().items() if not torch.equal(fused[key], tensor)] == []
     hf.save(model, tmp_path / "out", shard_bytes=20_000)
     assert_opens_equal(tmp_path / "out", reference)
     hf.save(model, tmp_path / "half", dtype=torch.bfloat16)
@@ -81,6 +85,7 @@ def test_the_written_config_says_the_same_to_transformers(name: str, tmp_path: P
     assert hf.load_config(tmp_path / "out") == config
     before, after = (AutoConfig.from_pretrained(tmp_path / side).to_dict() for side in ("in", "out"))
     told = {"_name_or_path", "architectures", "dtype", "head_dim", "moe_layer_freq", "scoring_func", "topk_method"}
+    told |= {"num_mtp_layers", "num_nextn_predict_layers"}
     same = before.keys() - told
     assert {key: after[key] for key in same} == {key: before[key] for key in same}
     four = json.loads((tmp_path / "out" / "config.json").read_text())

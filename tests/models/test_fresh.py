@@ -64,7 +64,7 @@ def test_weights_on_a_full_disk_leave_nothing(tmp_path: Path) -> None:
 def test_a_file_on_a_full_disk_is_as_it_was_or_absent(tmp_path: Path) -> None:
     (tmp_path / "there").write_text("before")
     for path in (tmp_path / "there", tmp_path / "deep" / "new"):
-        with pytest.raises(OSError), small_disk(4096):
+        with pytest.raises(OSError, match=rf"{path.name}\.partial"), small_disk(4096):
             write_fresh(path, "x" * 8192)
     assert [path.name for path in tmp_path.iterdir()] == ["there"] and (tmp_path / "there").read_text() == "before"
     write_fresh(tmp_path / "there", "after")

@@ -13,6 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, LlamaForCausalLM
 from transformers import LlamaConfig as HFConfig
+from unprivileged import as_modes_say
 
 from models import CausalLM, LlamaConfig, hf
 from vescale.live import LiveBytes
@@ -122,6 +123,13 @@ def test_a_config_json_that_leaves_sizes_out_means_transformers_defaults(tmp_pat
         assert getattr(mine, name) == getattr(theirs, name)
     assert mine.rope_theta == theirs.rope_parameters["rope_theta"]
     assert mine.rms_norm_eps == theirs.rms_norm_eps
+
+
+@pytest.mark.parametrize("said", [{}, {"rope_scaling": None}, {"rope_parameters": None}])
+def test_a_rope_that_is_not_said_is_the_familys(tmp_path: Path, said: dict[str, Any]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt_oss", "rope_theta": 7.0, **said}))
+    mine, theirs = hf.load_config(tmp_path), AutoConfig.from_pretrained(tmp_path)
+    assert {"rope_theta": mine.rope_theta, **(mine.rope_scaling or {})} == theirs.rope_parameters
 
 
 def test_the_written_config_says_the_same_to_transformers(tmp_path: Path) -> None:
@@ -275,10 +283,10 @@ def test_a_damaged_file_an_absent_shard_and_a_false_index_are_listed_together(tm
     false = {"model.layers.9.mlp.up_proj.weight": shards[2].name}
     edit(folder / "model.safetensors.index.json", lambda index: index["weight_map"].update(false))
     message = refused(built(), folder)
-    assert f"{shards[0].name}: cannot be read" in message
+    assert f"{shards[0].name}: cannot be read, No such file or directory; it would hold {lost[0]}" in message
     assert f"{shards[1].name}: cannot be read" in message
     assert f"{shards[2].name}: lacks model.layers.9.mlp.up_proj.weight" in message
-    assert all(f"missing: {name}" in message for name in lost)
+    assert "3 problem(s)" in message  # what a file would hold is not missing a second time
 
 
 def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
@@ -308,7 +316,56 @@ def test_an_index_that_is_none_is_refused(tmp_path: Path, index: str) -> None:
 def test_a_file_that_is_no_safetensors_is_refused(tmp_path: Path, content: bytes, said: str) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
     message = refused(built(), tmp_path)
-    assert f"model.safetensors: {said}" in message and "missing: lm_head.weight (50, 24)" in message
+    assert f"model.safetensors: {said}" in message and "1 problem(s)" in message
+
+
+def test_a_file_that_cannot_be_opened_is_refused_for_its_reason(tmp_path: Path) -> None:
+    model, path = built(), saved(tmp_path / "out") / "model.safetensors"
+    path.chmod(0)
+    assert "cannot be read, Permission denied" in as_modes_say(refused, model, path.parent)
+    path.unlink()
+    path.symlink_to("../../blobs/1f2e")  # as in a cache of the hub that was cleaned
+    assert "cannot be read, a link to ../../blobs/1f2e, where there is nothing" in refused(model, path.parent)
+    path.unlink()
+    path.mkdir()
+    assert "cannot be read, Is a directory" in refused(model, path.parent)
+
+
+def test_quantised_weights_are_one_problem(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "out")
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        tensors |= {name: tensors[name].to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.ones(1, 1)}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    message = refused(built(), folder)
+    assert "1 problem(s)" in message and "weight_scale_inv: expected weights that are not quantised" in message
+
+
+def test_a_config_of_fewer_layers_than_there_are_weights_of_is_refused(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "out")
+    edit(folder / "config.json", lambda c: c.update(num_hidden_layers=1))
+    with pytest.raises(ValueError, match="9 problem") as caught:
+        hf.load(folder)
+    assert "unexpected: model.layers.1.mlp.down_proj.weight (24, 40)" in str(caught.value)
+
+
+def test_layers_that_predict_further_tokens_are_passed_over(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "out")
+    tensors = load_file(folder / "model.safetensors")
+    extra = {f"model.layers.{layer}.{name}.weight": torch.ones(2) for layer in (2, 3) for name in ("eh_proj", "enorm")}
+    save_file(tensors | extra, folder / "model.safetensors", metadata={"format": "pt"})
+    assert same_state(hf.load(folder), built())
+
+
+def test_many_problems_of_a_kind_are_a_line(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "out")
+    edit(folder / "config.json", lambda c: c.update(num_hidden_layers=12))
+    with pytest.raises(ValueError, match=r"90 problem\(s\)") as caught:
+        hf.load(folder)
+    lines = str(caught.value).splitlines()
+    first = "missing: model.layers.2.mlp.up_proj.weight (40, 24)"
+    assert len(lines) == 1 + 9
+    assert f"  missing: model.layers.*.mlp.up_proj.weight (40, 24): 10 of them, the first {first}" in lines
 
 
 def test_a_folder_without_weights_says_what_it_lacks(tmp_path: Path) -> None:
@@ -327,6 +384,13 @@ def test_a_tied_model_takes_a_stored_head_only_if_it_is_the_embedding(tmp_path: 
     tensors["lm_head.weight"][3, 3] += 1
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     assert "lm_head.weight: differs from model.embed_tokens.weight" in refused(model, folder)
+    want = tensors.pop("lm_head.weight")
+    tensors["lm_head.weight"] = want[:49].clone()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    assert "shape: lm_head.weight: expected (50, 24), got (49, 24)" in refused(model, folder)
+    del tensors["model.embed_tokens.weight"]  # under the other name alone, as transformers takes it
+    save_file(tensors | {"lm_head.weight": want}, folder / "model.safetensors", metadata={"format": "pt"})
+    assert torch.equal(hf.load(folder).model.embed_tokens.weight, want)
 
 
 def test_a_config_of_another_model_is_refused_with_all_its_differences(tmp_path: Path) -> None:
@@ -372,14 +436,18 @@ def test_a_config_json_that_is_none_is_refused_by_its_path(tmp_path: Path, conte
         ("rope_scaling", {"rope_type": ["yarn"]}, r"rope_scaling.rope_type: expected one of .*, got \['yarn'\]"),
         ("model_type", ["llama"], r"model_type: expected one of llama, .*, got \['llama'\]"),
         ("layer_types", 5, "layer_types: expected full_attention in turn, got 5"),
-        ("first_k_dense_replace", [3], r"first_k_dense_replace: expected 0 to 61, got \[3\]"),
+        ("layer_types", ["full_attention"], "layer_types: expected as many as num_hidden_layers, 2, got 1"),
+        ("partial_rotary_factor", 0.5, "rope_scaling.partial_rotary_factor: not a key of rope_type 'default'"),
+        ("num_experts", 7, "num_experts: expected num_local_experts, of which it is another name, 9, got 7"),
+        ("first_k_dense_replace", [3], r"first_k_dense_replace: expected 0 to 2, got \[3\]"),
         ("sliding_window", "128", "sliding_window: expected None or an integer >= 1, got '128'"),
     ],
 )
 def test_a_value_of_another_kind_in_config_json_is_refused_by_its_key(
     tmp_path: Path, key: str, value: Any, said: str
 ) -> None:
-    model_type = {"first_k_dense_replace": "deepseek_v3", "sliding_window": "gpt_oss"}.get(key, "llama")
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, key: value}))
+    families = {"first_k_dense_replace": "deepseek_v3", "sliding_window": "gpt_oss", "num_experts": "mixtral"}
+    rest = {"model_type": families.get(key, "llama"), "num_hidden_layers": 2, "num_local_experts": 9}
+    (tmp_path / "config.json").write_text(json.dumps({**rest, key: value}))
     with pytest.raises(ValueError, match=said):
         hf.load_config(tmp_path)

@@ -117,9 +117,10 @@ def test_the_balancing_loss_is_transformers_in_the_gradient_and_not_in_the_value
     router.register_forward_hook(lambda module, args, _: logits.append(F.linear(args[0], module.weight)))
     plain = F.cross_entropy(model(ids).flatten(0, 1), labels.flatten(), reduction="sum")
     torch.testing.assert_close(loss, plain)
-    aux = load_balancing_loss_func((logits[0],), 4, 2)
-    # A mean per token there; this loss is a sum over tokens.
-    want = torch.autograd.grad(plain + 0.3 * aux * labels.numel(), list(model.parameters()))
+    # A mean per token there, and of the batch; this loss is a sum over tokens, of each sequence.
+    rows = logits[0].view(*ids.shape, -1)
+    aux = sum(load_balancing_loss_func((row,), 4, 2) for row in rows) * ids.shape[1]
+    want = torch.autograd.grad(plain + 0.3 * aux, list(model.parameters()))
     got = torch.autograd.grad(loss, list(model.parameters()))
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
@@ -230,6 +231,9 @@ def test_forced_balance_deals_tokens_evenly() -> None:
     assert counts.tolist() == [6] * 8
     assert all(len(set(row)) == 3 for row in choice.chosen.tolist())
     torch.testing.assert_close(choice.weights.sum(dim=1), torch.ones(16))
+    torch.nn.init.zeros_(router.weight).detach()[:2] = 1e4  # all of a token for two experts, nothing for the others
+    choice, _, _ = router(torch.ones(8, 16))
+    assert torch.isfinite(choice.weights).all()
 
 
 def test_a_router_computes_in_fp32_whatever_the_tokens_are() -> None:

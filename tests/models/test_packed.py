@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from models import DeepseekV3Config, GptOssConfig, LlamaConfig, Qwen3Config
+from models import DeepseekV3Config, GptOssConfig, LlamaConfig, MixtralConfig, Qwen3Config, Qwen3MoeConfig
 from models.attention import _flex, attend, causal_mask
 from models.decoder import CausalLMConfig
 
@@ -21,14 +21,22 @@ SIZES: dict[str, Any] = {
 CONFIGS: dict[str, CausalLMConfig] = {
     "llama": LlamaConfig(**SIZES, num_key_value_heads=2, intermediate_size=48),
     "qwen3 recomputed": Qwen3Config(**SIZES, num_key_value_heads=4, intermediate_size=48, checkpoint="full"),
+    "qwen3_moe": Qwen3MoeConfig(
+        **SIZES, num_key_value_heads=2, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=16,
+        router_aux_loss_coef=0.5,
+    ),
+    "mixtral recomputed": MixtralConfig(
+        **SIZES, num_key_value_heads=4, num_local_experts=3, intermediate_size=16, router_aux_loss_coef=0.5,
+        checkpoint="full",
+    ),
     "gpt_oss": GptOssConfig(
         **SIZES, num_key_value_heads=2, head_dim=8, intermediate_size=16, num_local_experts=4, num_experts_per_tok=2,
-        sliding_window=3, router_aux_loss_coef=0.0,
+        sliding_window=3, router_aux_loss_coef=0.5,
     ),
     "deepseek_v3": DeepseekV3Config(
         **SIZES, intermediate_size=48, moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2,
         first_k_dense_replace=1, n_group=2, topk_group=1, q_lora_rank=None, kv_lora_rank=16, qk_nope_head_dim=8,
-        qk_rope_head_dim=4, v_head_dim=8,
+        qk_rope_head_dim=4, v_head_dim=8, router_aux_loss_coef=0.5,
     ),
 }  # fmt: skip
 LENGTHS = (5, 1, 16, 8)
@@ -125,3 +133,6 @@ def test_wrong_documents_are_refused() -> None:
     holes = torch.nested.nested_tensor_from_jagged(ids[2], torch.tensor([0, 8, 16]), torch.tensor([3, 8]))
     with pytest.raises(ValueError, match="documents that lie end to end, got a jagged tensor with holes"):
         model(holes)
+    short = torch.nested.nested_tensor_from_jagged(ids[2], torch.tensor([0, 8, 15]))
+    with pytest.raises(ValueError, match="expected offsets from 0 to 16 tokens, got 0 to 15"):
+        model(short)

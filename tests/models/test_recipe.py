@@ -41,19 +41,30 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "source"
 
 
-def train(where: str, run_dir: str) -> None:
-    """Two steps from an imported folder, its experts dealt."""
-    words = ["model=mine", "model.checkpoint=none", "optimizer=muon", "optimizer.matrices.rule.lr=1e-4"]
-    words += ["optimizer.rest.rule.lr=1e-4", "data.seq_len=16", "trainer.steps=2", "trainer.global_batch=4"]
-    words += ["trainer.eval_sequences=4", "trainer.device=cpu", "tracking.mode=disabled", "parallelism.ep=2"]
-    trainer = prepare(compose(["--config-dir", where, *words, f"run_dir={run_dir}"]))
+def train(where: str, run_dir: str, steps: int) -> None:
+    """Trains from an imported folder, its experts dealt, or goes on."""
+    trainer = prepare(compose(words(where, run_dir, steps)))
     trainer.check(2)
     trainer.run()
 
 
+def words(where: str, run_dir: str, steps: int) -> list[str]:
+    """The command line."""
+    out = ["--config-dir", where, "model=mine", "model.checkpoint=none", "optimizer=muon", f"run_dir={run_dir}"]
+    out += ["optimizer.matrices.rule.lr=1e-4", "optimizer.rest.rule.lr=1e-4", "data.seq_len=16", "parallelism.ep=2"]
+    out += [f"trainer.steps={steps}", "trainer.global_batch=4", "trainer.eval_sequences=4", "trainer.device=cpu"]
+    return [*out, "tracking.mode=disabled"]
+
+
 def test_a_folder_is_trained_on_and_exported(folder: Path, tmp_path: Path, pool: Any) -> None:
     main(["import", str(folder), str(tmp_path / "recipes"), "--name", "mine"])
-    pool(2).run(train, str(tmp_path / "recipes"), str(tmp_path / "run"))
+    recipes, run = str(tmp_path / "recipes"), str(tmp_path / "run")
+    pool(2).run(train, recipes, run, 1)
+    folder.rename(tmp_path / "moved")
+    pool(2).run(train, recipes, run, 2)  # a run that goes on has its own weights
+    with pytest.raises(ValueError, match="source: 1 problem.*nothing was loaded:\n.*expected a folder, there is none"):
+        prepare(compose(words(recipes, str(tmp_path / "other"), 1))).check(2)
+    (tmp_path / "moved").rename(folder)
     export(tmp_path / "run", tmp_path / "out")
     export(tmp_path / "run", tmp_path / "half", dtype="bfloat16")
     before, after, half = (hf.load(path) for path in (folder, tmp_path / "out", tmp_path / "half"))
@@ -125,7 +136,9 @@ def test_a_folder_without_weights_is_one_problem(
     assert "1 problem(s)" in said and "pytorch_model.bin is a pickle" in said and "missing" not in said
 
 
-@pytest.mark.parametrize("name", ["", ".", "a/b", "../up", "two words", "a=b", "-m", "a,b"])
+@pytest.mark.parametrize(
+    "name", ["", ".", "a/b", "../up", "two words", "a=b", "-m", "a,b", "123", "1e5", "null", "True"]
+)
 def test_a_name_that_a_command_line_cannot_take_is_refused(
     name: str, small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -155,10 +168,10 @@ def test_an_out_that_is_a_file_or_below_one_is_one_line(
 def test_ctrl_c_leaves_nothing(
     small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stopped(*_: Any) -> None:
+    def stopped(*_: Any, **options: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(recipe, "check_weights", stopped)
+    monkeypatch.setattr(recipe, "find_weights", stopped)
     assert "nothing was imported" in refusal(capsys, "import", small, tmp_path / "mine", code=130)
     assert not (tmp_path / "mine").exists()
 

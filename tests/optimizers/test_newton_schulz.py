@@ -115,7 +115,12 @@ def test_bfloat16_stays_within_its_known_noise(
     assert 1e-3 < noise < most
 
 
-def test_a_bfloat16_step_is_the_one_torch_would_take(distance: Callable[[Tensor, Tensor], float]) -> None:
+@pytest.mark.parametrize("able", [False, True])
+def test_a_bfloat16_step_is_the_one_torch_would_take(
+    able: bool, distance: Callable[[Tensor, Tensor], float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a processor with instructions for products of bfloat16 and on one without."""
+    monkeypatch.setattr(importlib.import_module("optimizers.newton_schulz"), "multiplies_bf16", lambda: able)
     a, b, c = COEFFICIENTS["simple"][0]
     x = newton_schulz(gaussian(24, 40), [(1.0, 0.0, 0.0)])
     gram = x @ x.mT

@@ -1,9 +1,11 @@
-"""Whoever reads before a work has landed, or gives its buffer away too soon, is found out: each work in turn is held
-back until it is waited for, everything freed or new is NaN, and the bits stay the same."""
+"""Whoever reads before a work has landed, or gives its buffer away too soon, is found out: each work is held back until
+it is waited for, alone of any other, everything freed or new is NaN, and the bits stay the same."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import math
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -84,13 +86,35 @@ def _train(model: nn.Module, late: frozenset[int], in_backward: bool) -> tuple[d
     return weights, sum(event.what == "start" for event in works.log)
 
 
+def _late_sets(count: int) -> list[frozenset[int]]:
+    """All works, and few sets of them: of any two works there is one with the first and without the second.
+
+    So each is late where any other that could hide it is not: one that would write into the same buffer, say. A work is
+    in half of the sets, each in another half (Sperner's theorem: six sets tell 20 works apart, eight 70).
+    """
+    size = next(size for size in itertools.count(1) if math.comb(size, size // 2) >= count)
+    halves = itertools.combinations(range(size), size // 2)
+    found = [set[int]() for _ in range(size)]
+    for number, half in zip(range(count), halves, strict=False):
+        for at in half:
+            found[at].add(number)
+    return [frozenset(range(count)), *map(frozenset, found)]
+
+
+def test_any_two_works_are_told_apart() -> None:
+    sets = _late_sets(50)
+    assert len(sets) == 1 + 8 and sets[0] == {*range(50)}
+    for a, b in itertools.permutations(range(50), 2):
+        assert any(a in late and b not in late for late in sets)
+
+
 def _every_work_late(policy: MixedPrecisionPolicy, replicas: bool, in_backward: bool) -> int:
     expected, count = _train(_sharded(policy, replicas), frozenset(), in_backward)
     with _poisoned():
-        for late in [frozenset({number}) for number in range(count)] + [frozenset(range(count))]:
+        for late in _late_sets(count):
             weights, _ = _train(_sharded(policy, replicas), late, in_backward)
             wrong = [name for name, value in expected.items() if not torch.equal(weights[name], value)]
-            assert not wrong, f"work {sorted(late)} late: {wrong}"
+            assert not wrong, f"works {sorted(late)} late: {wrong}"
     return count
 
 

@@ -73,6 +73,16 @@ def test_a_cut_names_granules_inside_a_slice_and_granules_its_ends_cut(lattice: 
     assert len(cut.parts) <= 2
 
 
+@settings(max_examples=100, deadline=None)
+@given(lattices())
+def test_the_shape_of_a_block_is_that_of_its_window(lattice: Lattice) -> None:
+    granules = range(lattice.num_granules if lattice.block else 0)
+    windows = [window for i in granules for window in lattice.windows(i)]
+    for i, window in enumerate(windows):
+        sizes = tuple(part.stop - part.start for part in window)
+        assert lattice.block_at(i) == (1,) * (len(lattice.block) - len(sizes)) + sizes
+
+
 @pytest.mark.parametrize(
     ("shape", "block", "granularity", "granules", "per_granule"),
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shutil
 import signal
 from collections.abc import Callable
 from dataclasses import replace
@@ -207,9 +208,29 @@ def test_a_tokenizer_comes_from_where_the_run_began_and_its_absence_is_said(tmp_
     assert main([str(tmp_path / "run"), str(tmp_path / "out")]) == 0
     assert (tmp_path / "out" / "tokenizer.json").is_file()
     (tmp_path / "source").rename(tmp_path / "moved")
+    (tmp_path / "source").mkdir()  # emptied, as good as gone
     with pytest.warns(UserWarning, match="source, where this model began, is gone"):
         assert main([str(tmp_path / "run"), str(tmp_path / "bare")]) == 0
     assert not (tmp_path / "bare" / "tokenizer.json").exists()
+
+
+@pytest.mark.parametrize("when", ["fingerprint", "read"])
+def test_a_checkpoint_that_the_run_removes_meanwhile_is_passed_over_for_a_newer_one(
+    when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    older, plain = saved(tmp_path / "run", 1, 1.0), getattr(checkpoint, when)
+
+    def pruned(*args: Any, **options: Any) -> Any:
+        monkeypatch.setattr(checkpoint, when, plain)
+        saved(tmp_path / "run", 2, 2.0)
+        shutil.rmtree(older)
+        return plain(*args, **options)
+
+    monkeypatch.setattr(checkpoint, when, pruned)
+    assert main([str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    assert f"passed over: {older}, which the run has removed meanwhile" in capsys.readouterr().err
+    assert hf.load(tmp_path / "out").lm_head.weight.unique().tolist() == [2.0]
+    assert sorted(found.name for found in tmp_path.iterdir()) == ["out", "run"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

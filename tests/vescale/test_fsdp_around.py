@@ -336,23 +336,23 @@ def _conversions() -> None:
         torch.testing.assert_close(p.full_tensor(), q, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, 3])  # equal shards and unequal ones
 def test_recomputation_inside_and_around_units_gathers_once(pool, world: int) -> None:
     pool(world).run(_recompute)
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, 3])
 def test_compiled_blocks_are_not_recompiled(pool, world: int) -> None:
     pool(world).run(_compiled)
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, 3])
 def test_passes_hooks_and_conversions_equal_one_process(pool, world: int) -> None:
     for check in (_passes, _hooks, _conversions):
         pool(world).run(check)
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, 3])
 def test_after_an_exception_the_next_step_is_clean(pool, world: int) -> None:
     pool(world).run(_interrupted)
 

@@ -1,4 +1,4 @@
-"""FSDP2's calls do here what they do there: one scenario under both gives the same numbers on 2, 3 and 4 ranks.
+"""FSDP2's calls do here what they do there: one scenario under both gives the same numbers on 2 and on 3 ranks.
 
 Reported cases among them:
 
@@ -476,11 +476,11 @@ def _gradients() -> None:
         _compare(_policies, bound, param=param, reduce=reduce)
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, 3])  # equal shards and unequal ones
 def test_the_calls_of_a_module_equal_fsdp2s(pool, world: int) -> None:
     pool(world).run(_calls)
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, 3])
 def test_what_is_done_to_gradients_and_dtypes_equals_fsdp2(pool, world: int) -> None:
     pool(world).run(_gradients)

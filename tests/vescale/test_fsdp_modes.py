@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,6 +42,7 @@ def _loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return F.mse_loss(model(x), x.roll(1, -1).tanh())
 
 
+@functools.cache
 def _one_process() -> dict[str, torch.Tensor]:
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -152,7 +154,7 @@ def test_resharding_to_two_of_four_ranks_equals_one_process(pool) -> None:
     _compare(results, gathers=UNITS * MICROS, scatters=UNITS * MICROS)
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, 3])  # equal shards and unequal ones
 def test_offload_accumulation_and_prefetch_leave_the_numbers(pool, world: int) -> None:
     """T-A4: every pair of them (pytorch#73784, DeepSpeed#7981); T-A1 is ``hold="all_reduce"`` of the tests above."""
     for offload in ({}, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}):

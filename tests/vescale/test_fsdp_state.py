@@ -315,13 +315,13 @@ def test_states_and_copies_of_every_mode(pool, world: int) -> None:
     pool(world).run(_modes)
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, 3])  # equal shards and unequal ones
 def test_state_goes_out_and_in(pool, world: int) -> None:
     pool(world).run(_states)
     pool(world).run(_torchs_states)
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, 3])
 def test_a_copy_is_a_model_of_its_own(pool, world: int) -> None:
     pool(world).run(_copies)
 

@@ -397,7 +397,7 @@ def _order() -> None:
     late(_x())
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, 3])  # equal shards and unequal ones
 def test_unusual_modules_graphs_and_states_equal_one_process(pool, world: int) -> None:
     for check in (_shared_modules, _modules, _graphs, _frozen_units, _accumulated, _states, _moved, _freed, _order):
         pool(world).run(check)

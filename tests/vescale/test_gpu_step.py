@@ -9,6 +9,7 @@ import importlib
 import pkgutil
 from collections import Counter
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -65,6 +66,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     monkeypatch.setattr(Run, "put_back", lambda self, **options: None)  # nothing comes back from there
     monkeypatch.setattr(torch, "_foreach_add_", lambda tensors, value: None)  # CUDA's takes a tensor as it is
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    monkeypatch.setattr("vescale.run.HostRead", lambda flag: SimpleNamespace(wait=lambda: 0.0))  # read a step later
     yield seen
     for cache in CACHES:
         cache.cache_clear()

@@ -7,11 +7,12 @@ import math
 from pathlib import Path
 
 import pytest
+from composing import composed
 
 import recipes
 from vescale.machine import Machine, exposed, moved, parse_bytes
 from vescale.peaks import peak_flops
-from vescale.train import points, resolve
+from vescale.train import resolve
 
 FOLDER = Path(recipes.__file__).parent / "machine"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
@@ -31,7 +32,7 @@ NODE = Machine(
 
 
 def _machine(name: str) -> Machine:
-    return resolve(points([f"machine={name}"], command="plan")[0].config["machine"])
+    return resolve(composed(f"machine={name}", command="plan")["machine"])
 
 
 def test_seven_billion_gradients_in_bf16_over_400_gb_per_second() -> None:
@@ -81,7 +82,7 @@ def test_peaks_are_those_that_utilisation_is_measured_against() -> None:
 
 
 def test_a_profile_is_changed_by_keys() -> None:
-    config = points(["machine=a100", "machine.bandwidth_between=1e9", "machine.devices=4"], command="plan")[0].config
+    config = composed("machine=a100", "machine.bandwidth_between=1e9", "machine.devices=4", command="plan")
     machine = resolve(config["machine"])
     assert (machine.devices, machine.bandwidth_between, machine.bandwidth(8)) == (4, 1e9, 4e9)
 

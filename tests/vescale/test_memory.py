@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from composing import composed
 
 from vescale import memory, shortage, traffic
 from vescale.blueprint import Blueprint, state_by_kind
 from vescale.live import LiveBytes
 from vescale.memory import Dtypes
-from vescale.train import compose, describe, prepare
+from vescale.train import describe, prepare
 from vescale.trainer import Trainer
 
 
@@ -24,7 +25,7 @@ def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _trainer(*argv: str) -> Trainer:
-    return prepare(compose(list(argv)))
+    return prepare(composed(*argv))
 
 
 def test_the_textbook() -> None:
@@ -81,14 +82,11 @@ def _by_group(blueprint: Blueprint) -> dict[str, list[torch.Tensor]]:
     return {group: [params[r.name] for r in routes] for group, routes in blueprint.routing.routes.items()}
 
 
-def _moments(trainer: Trainer, ranks: int, **options: Any) -> dict[str, memory.Moment]:
-    dtypes = Dtypes(trainer.parallelism.param_dtype.itemsize, trainer.parallelism.reduce_dtype.itemsize)
-    activations = trainer.model_config.activations(  # type: ignore[attr-defined]
-        batch=options.pop("batch"), seq_len=trainer.data_config.seq_len, itemsize=dtypes.param, fused=False
-    )
-    rank, blueprint = options.pop("rank", 0), Blueprint(trainer, ranks)
-    state = sum(state_by_kind(blueprint.runs(rank)).values())
-    found = memory.moments(blueprint, activations, dtypes, state=state, buckets=blueprint.buckets(rank), **options)
+def _moments(
+    trainer: Trainer, ranks: int, *, batch: int, micro_batches: int = 1, rank: int = 0
+) -> dict[str, memory.Moment]:
+    sizes = {"micro_batch": batch, "micro_batches": micro_batches}
+    found = memory.moments(trainer, Blueprint(trainer, ranks), rank, **sizes, device="cpu")
     return {moment.name: moment for moment in found}
 
 
@@ -109,12 +107,13 @@ def test_the_moments_that_are_drawn() -> None:
 def test_a_layer_is_stepped_between_the_backwards_of_two() -> None:
     words = ("recipe=llama_debug_muon", "model.num_hidden_layers=3", "trainer.max_grad_norm=null")
     found = _moments(_trainer(*words, "trainer.step_in_backward=true"), 2, batch=1)
-    blueprint = Blueprint(_trainer(*words), 2)
-    unit, root = 4 * blueprint.layers[0].whole, 4 * blueprint.root.whole
-    for layer in (1, 2):
+    blueprint = Blueprint(_trainer(*words, "trainer.step_in_backward=true"), 2)
+    unit, root, steps = 4 * blueprint.layers[0].whole, 4 * blueprint.root.whole, blueprint.steps(0)
+    for layer in (0, 1, 2):
         step = found[f"step of model.layers.{layer}"].parts
-        assert step["gradients"] == unit // 2 and step["gradients in flight"] == root + unit
-        assert step["blocks of the optimizer"] > 0
+        assert step["gradients"] == unit // 2 and step["gradients in flight"] == root + unit * (layer > 0)
+        # What is under way is of this layer alone: others have been stepped, or will be.
+        assert step["blocks of the optimizer"] == memory.step_bytes(steps[f"model.layers.{layer}"]) > 0
     for name in ("backward of model.layers.0", "backward of the embedding"):
         assert found[name].parts["gradients"] == 0 and "blocks of the optimizer" not in found[name].parts
 
@@ -139,15 +138,8 @@ def _real(argv: list[str], micro_batch: int, micro_batches: int) -> tuple[int, i
     from vescale.mesh import make_mesh
     from vescale.simulate import observe
 
-    keeps = "parallelism.reshard_after_forward=false" in argv
-    found = _moments(
-        _trainer(*argv),
-        dist.get_world_size(),
-        batch=micro_batch,
-        micro_batches=micro_batches,
-        rank=dist.get_rank(),
-        regathers=not keeps,
-    )
+    sizes, ranks = {"batch": micro_batch, "micro_batches": micro_batches}, dist.get_world_size()
+    found = _moments(_trainer(*argv), ranks, **sizes, rank=dist.get_rank())
     worst = max(found.values(), key=lambda moment: moment.nbytes)
     trainer = _trainer(*argv)
     trainer.shard(mesh=make_mesh(torch.device("cpu")))
@@ -168,9 +160,8 @@ def _dealt(argv: tuple[str, ...]) -> tuple[int, Any, int, Any]:
     from vescale.forecast import Forecast
     from vescale.plan import _asked
     from vescale.simulate import observe
-    from vescale.train import points
 
-    asked, trainer, world = _asked(points([*argv, "world_size=4"], command="plan")[0].config)
+    asked, trainer, world = _asked(composed(*argv, "world_size=4", command="plan"))
     forecast = Forecast(trainer, world, machine=asked.machine, memory=asked.memory, available=asked.available)
     calls = forecast.calls(1, forecast.blueprint.buckets(dist.get_rank()))
     worst = max(moment.nbytes for moment in _moments(_trainer(*argv), world, batch=2, rank=dist.get_rank()).values())

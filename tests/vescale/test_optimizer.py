@@ -25,6 +25,7 @@ SHAPES = {
 }
 REST = ("*", AdamW(lr=0.01))
 MATRICES = ["?", "stack", "wide"]
+ODD = ["c", "wide"]  # no block divides them
 WIDE: dict[str, Any] = {"ns_dtype": torch.float32, "wire_dtype": torch.float32}
 RULES: dict[str, dict[str, Any]] = {
     "adamw": {"all": ("*", AdamW(lr=0.01, weight_decay=0.1))},
@@ -41,11 +42,11 @@ RULES: dict[str, dict[str, Any]] = {
     "bf16": {"matrices": (MATRICES, BF16Muon(lr=0.02)), "rest": ("*", BF16AdamW(lr=0.01))},
     "shampoo": {"matrices": (MATRICES, Shampoo(lr=0.01, block_size=16, refresh=2)), "rest": REST},
     "shampoo, rough wire": {
-        "matrices": (MATRICES, Shampoo(lr=0.01, block_size=9, refresh=2, graft="none", wire_dtype=torch.bfloat16)),
+        "matrices": (ODD, Shampoo(lr=0.01, block_size=9, refresh=2, graft="none", wire_dtype=torch.bfloat16)),
         "rest": REST,
     },
     "soap": {"matrices": (MATRICES, SOAP(lr=0.01, block_size=16, refresh=2)), "rest": REST},
-    "soap kl": {"matrices": (MATRICES, SOAP(lr=0.01, block_size=9, refresh=2, statistics="kl")), "rest": REST},
+    "soap kl": {"matrices": (ODD, SOAP(lr=0.01, block_size=9, refresh=2, statistics="kl")), "rest": REST},
 }
 
 
@@ -148,9 +149,13 @@ def on_one_rank(pool) -> dict[str, Any]:
     return pool(1).run(_train_all, 0.0)[0]
 
 
-@pytest.mark.parametrize("world", [2, 3, 4, 5, 8])
-def test_the_update_has_the_same_bits_for_any_number_of_ranks(pool, on_one_rank, world: int) -> None:
-    for max_padding in (0.0, 1e9):
+# Blocks are cut wherever the edges of any number of ranks fall; where padding keeps them whole nothing crosses an edge,
+# and two numbers are enough.
+@pytest.mark.parametrize(("world", "paddings"), [(2, (0,)), (3, (0, 1e9)), (4, (0,)), (5, (0,)), (8, (0, 1e9))])
+def test_the_update_has_the_same_bits_for_any_number_of_ranks(
+    pool, on_one_rank, world: int, paddings: tuple[float, ...]
+) -> None:
+    for max_padding in paddings:
         results = pool(world).run(_train_all, max_padding)
         for rule, reference in on_one_rank.items():
             for kind in ("params", "state"):
@@ -182,8 +187,8 @@ def _plain(rule: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_plain_parameters_are_stepped_alike(pool, rule: str) -> None:
-    ours, reference = _plain(rule), _whole(pool(1).run(_train, rule, 0.0), "params")
+def test_plain_parameters_are_stepped_alike(on_one_rank, rule: str) -> None:
+    ours, reference = _plain(rule), _whole([on_one_rank[rule]], "params")
     for name, value in ours.items():
         torch.testing.assert_close(value, reference[name], rtol=1e-6, atol=1e-7)
 

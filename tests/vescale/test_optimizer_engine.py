@@ -131,7 +131,7 @@ def _continue(rule: str, folder: str, max_padding: float) -> dict[str, torch.Ten
 
 @pytest.mark.parametrize("rule", RULES)
 def test_a_checkpoint_goes_on_with_equal_updates_on_any_number_of_ranks(pool, rule: str, tmp_path: Path) -> None:
-    for old, others in ((4, (1, 3, 8)), (1, (2,)), (8, (4,))):
+    for old, others in ((4, (1, 3, 8)), (1, (2,))):
         folder = tmp_path / str(old)
         expected = pool(old).run(_save, rule, str(folder))[0]
         for world in others:
@@ -350,14 +350,13 @@ def _skipping(rule: str) -> None:
     for step in range(2):
         _step(model, optimizer, step)
     before = _everything(model, optimizer)
-    begun = [name for name in before if name.endswith(".begun")]
     for step in (2, 3):  # whether blocks are to refresh or not
         _step(model, optimizer, step, bad="1.weight", skip=torch.ones(()))
         norm = optimizer.clip_grad_norm_(1.0)
         assert non_finite(norm) == 1
         after = _everything(model, optimizer)
         different = [name for name, value in after.items() if not torch.equal(value, before[name])]
-        assert different == begun
+        assert different == []
     _step(model, optimizer, 4, skip=torch.zeros(()))
     assert not torch.equal(_everything(model, optimizer)["1.weight"], before["1.weight"])
 

@@ -75,7 +75,40 @@ def test_two_runs_are_explained(tmp_path: Path, capsys: Any) -> None:
             (tmp_path / side / "record.json").write_text(json.dumps(facts))
         assert record.main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == (name != "same")
         assert verdict in capsys.readouterr().out
-    assert record.explain(base, base | {"data": {"fingerprint": "g"}})[1:] == ["data.fingerprint: A f, B g"]
+    assert record.explain(base, base | {"data": {"fingerprint": "g"}}).lines == {"data": ["data.fingerprint: A f, B g"]}
+
+
+def test_what_explains_comes_first_and_what_was_measured_is_rounded() -> None:
+    one: dict[str, Any] = {
+        "weights": "1", "data": {"files": 1}, "config": {"trainer": {"steps": 5, "lr": 0.1234567}, "name": "a"},
+        "git": {"commit": "c"}, "machine": {"cores": 2}, "metrics": {"loss": 2.31840123, "tflops": 123456.789, "x": 1},
+    }  # fmt: skip
+    other: dict[str, Any] = {
+        "weights": "2", "data": {"files": 2}, "config": {"trainer": {"steps": 6, "lr": 0.1234568}, "name": "b"},
+        "git": {"commit": "d"}, "machine": {"cores": 4}, "metrics": {"loss": 2.31840456, "tflops": 9.87654321, "x": 2},
+        "odd": 1,
+    }  # fmt: skip
+    lines = record.explain(one, other).lines
+    assert [*lines] == ["weights", "data", "configuration", "code", "machine", "measured", record.WATCHED, "other"]
+    assert lines["configuration"] == [
+        "config.trainer.lr: A 0.1234567, B 0.1234568",
+        "config.trainer.steps: A 5, B 6",
+    ]  # what was asked for is exact
+    assert lines["measured"] == [
+        "metrics.loss: A 2.318401, B 2.318405",  # to the digit at which they differ
+        "metrics.tflops: A 123,500, B 9.877",
+        "metrics.x: A 1, B 2",
+    ]
+    assert lines[record.WATCHED] == ["config.name: A a, B b"]
+
+
+def test_every_difference_is_printed_below_its_heading(tmp_path: Path, capsys: Any) -> None:
+    for side in (1, 2):
+        facts = {"config": {f"key{i}": i * side for i in range(1, 31)}, "step": 1}
+        (tmp_path / f"{side}.json").write_text(json.dumps(facts))
+    assert record.main(["compare", str(tmp_path / "1.json"), str(tmp_path / "2.json")]) == 1
+    _, heading, *lines = capsys.readouterr().out.splitlines()
+    assert heading == "configuration" and len(lines) == 30 and all(line.startswith("  config.key") for line in lines)
 
 
 @pytest.fixture(scope="module")

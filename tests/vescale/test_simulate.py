@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from composing import composed
 
 from vescale.plan import figures
 from vescale.simulate import simulate
-from vescale.train import compose, points, prepare
+from vescale.train import prepare
 
 
 @pytest.fixture(autouse=True)
@@ -19,7 +20,7 @@ def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _compared(*argv: str) -> dict[str, Any]:
-    compared = figures(points([*argv, "simulate=true"], command="plan")[0].config)["simulation"]
+    compared = figures(composed(*argv, "simulate=true", command="plan"))["simulation"]
     assert not dist.is_initialized()
     return compared
 
@@ -65,6 +66,10 @@ CASES = {
         "recipe=llama_debug_muon", "world_size=16", "trainer.global_batch=32", "trainer.step_in_backward=true",
         "trainer.max_grad_norm=null", "rank=11",
     ),
+    "steps in backward, of which those of two layers are never under way at a time": (
+        "recipe=llama_debug_muon", "parallelism.zero=0", "data.seq_len=16", "trainer.step_in_backward=true",
+        "trainer.max_grad_norm=null",
+    ),
     "state in host memory": ("recipe=llama_debug_muon", "world_size=4", "optimizer.offload_state=true"),
     "8-bit Adam": ("recipe=llama_debug_adam8bit", "world_size=4", "rank=2"),
 }  # fmt: skip
@@ -72,7 +77,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_rank_does_what_the_plan_says(case: str) -> None:
-    compared = _compared(*CASES[case], *SMALL)
+    compared = _compared(*SMALL, *CASES[case])
     for what in ("parameters", "optimizer_state", "collectives", "peak"):
         assert compared[what]["agrees"], (what, compared[what])
     names = [row["collective"] for row in compared["collectives"]["seen"]]
@@ -94,7 +99,7 @@ def test_no_such_rank_and_a_process_that_has_a_group(pool: Any) -> None:
 
 
 def _trainer() -> Any:
-    return prepare(compose(["recipe=llama_debug_muon"]))
+    return prepare(composed("recipe=llama_debug_muon"))
 
 
 def _refused() -> str:

@@ -5,19 +5,19 @@ from __future__ import annotations
 import os
 import pickle
 import signal
-import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from pool import Pool
 
 from vescale import checkpoint, torchrun, train
 from vescale.stop import REQUEUE, Stopped, StopSignals
 from vescale.tracking import read_metrics
 
-ROOT = Path(__file__).parents[2]
 ARGV = [
     *("model.hidden_size=32", "model.intermediate_size=64", "model.num_hidden_layers=1", "data.seq_len=16"),
     *("trainer.log_every=1", "trainer.eval_every=100", "trainer.eval_sequences=2", "trainer.save_every=100"),
@@ -95,14 +95,29 @@ RANK = "import os, signal, sys; r = int(os.environ['RANK']); {}"
         ("r == 1 and os.kill(os.getpid(), 9)", 137, "vescale.torchrun: killed: rank 1 by SIGKILL; the same command"),
     ],
 )
-def test_torchrun_leaves_the_last_word_to_the_ranks(tmp_path: Path, does: str, code: int, says: str) -> None:
-    script = tmp_path / "rank.py"
+def test_torchrun_leaves_the_last_word_to_the_ranks(
+    agent: Pool, tmp_path: Path, does: str, code: int, says: str
+) -> None:
+    script, said = tmp_path / "rank.py", tmp_path / "said"
     script.write_text(RANK.format(does))
-    command = [sys.executable, "-m", "vescale.torchrun", "--standalone", "--nproc-per-node", "2", str(script)]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
-    assert done.returncode == code, done.stderr
-    assert done.stderr.startswith(says) and done.stderr.count("\n") == (says != "")
+    words = ["--standalone", "--nproc-per-node", "2", str(script)]
+    assert agent.run(_torchrun, words, said) == [code], said.read_text()
+    assert said.read_text().startswith(says) and said.read_text().count("\n") == (says != "")
+
+
+@pytest.fixture(scope="module")
+def agent() -> Iterator[Pool]:
+    """A process of its own: torchrun turns logging off and keeps the signals."""
+    started = Pool(1)
+    yield started
+    started.stop()
+
+
+def _torchrun(words: list[str], said: Path) -> int:
+    """Runs the command, and writes what it and the ranks say on stderr to a file."""
+    with said.open("w") as file:
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    return torchrun.main(words)
 
 
 def test_torchrun_takes_a_rank_s_code_before_that_of_one_it_ended(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -529,10 +529,10 @@ print(json.dumps([tracker.id, tracker.where, [record.getMessage() for record in 
 def test_without_a_key_a_resumed_run_goes_on_under_the_same_id_from_a_step_back(tmp_path: Path) -> None:
     script = """
 for first, last in ((0, 4), (2, 6)):
+    time.sleep(first and 1)  # seconds; wandb names its folders by the second
     with Tracking().open(FOLDER, first_step=first) as tracker:
         for step in range(first, last):
             tracker.log({"loss": step / 2}, step=step, tokens=step * 100)
-    time.sleep(1)  # seconds; wandb names its folders by the second
 print(json.dumps(tracker.id))
 """
     given = {

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
+import io
 import json
 import os
 import re
@@ -19,8 +21,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from waiting import free_port
+from pool import Pool
+from waiting import wait_for
 
+import recipes
 from vescale import train
 from vescale.tracking import read_metrics
 
@@ -88,6 +92,17 @@ def test_a_recipe_without_its_first_line_is_told_so(folder: list[str]) -> None:
         train.compose([*folder, "recipe=mine"])
 
 
+def test_a_file_that_a_shipped_one_hides_is_told_so() -> None:
+    """Hydra takes the first it finds: a user's llama8b, imported with its weights, would train from random ones."""
+    folder = _user_folder("")
+    ours = Path(recipes.__file__).parent / "model" / "llama8b.yaml"
+    Path("mine/model/llama8b.yaml").write_text(ours.read_text())
+    train.compose([folder, "model=llama8b"])  # the same file
+    Path("mine/model/llama8b.yaml").write_text("defaults: [llama_debug, _self_]\n")
+    with pytest.raises(ValueError, match="^mine/model/llama8b.yaml: a shipped file has this name, and hides it"):
+        train.compose([folder, "model=llama8b"])
+
+
 def test_options_may_stand_anywhere() -> None:
     folder = _user_folder("optimizer: {matrices: {rule: {lr: 0.1}}, rest: {rule: {lr: 0.2}}}\n")
     config = train.compose(["recipe=mine", "trainer.seed=1", folder, "data.seed=2"])
@@ -112,6 +127,12 @@ def test_a_model_without_a_tuned_number_asks_for_one() -> None:
             "unknown recipe 'llama_debug_moun': choose from .*llama70b_muon, .* did you mean ll",
         ),
         (["optimizer=sgd"], "unknown optimizer 'sgd': choose from .*adamw, .*muon"),
+        (["optimizer=lyon"], "[(]your own optimizer/lyon.yaml is found with --config-dir FOLDER[)]$"),
+        (
+            ["trainer.lr=1"],
+            "unknown key 'trainer.lr': choose from .*there is optimizer.matrices.rule.lr, optimizer.norms",
+        ),
+        (["data.validation.a=b"], r"unknown key .*: nothing is there yet; \+data.validation.a=... adds it"),
         (["optimzer=adamw"], "unknown key 'optimzer': choose from .*did you mean optimizer?"),
         (
             ["optimizer.matrices.rule.lrr=1"],
@@ -275,6 +296,13 @@ def test_every_wrong_value_is_named_at_once() -> None:
             "profile: expected .* with 1 <= first <= last <= 250, the steps, got .3, 1.",
         ),
         (["trainer.memory_snapshot=3", "trainer.device=cpu"], "memory_snapshot: expected null on a cpu: CUDA alone"),
+        (["trainer.steps=abc"], "vescale.train: trainer.steps: expected int, got 'abc'$"),
+        (
+            ["trainer.steps=-5"],
+            "total_steps: expected .* got -5 [(]trainer.schedule.total_steps follows trainer.steps[)]$",
+        ),
+        (["model.vocab_size=many"], "vescale.train: model.vocab_size: expected int, got 'many'$"),
+        (["optimizer.rest.rule.lr=many"], "vescale.train: optimizer.rest.rule.lr: expected float.*, got 'many'$"),
         (["trainer.skip_non_finite=-1"], "skip_non_finite: expected a number of steps >= 0, got -1"),
         (["dry_run=maybe"], "dry_run: expected bool, got 'maybe'"),
         (["world_size=4"], "world_size: only dry_run=true takes it"),
@@ -359,49 +387,45 @@ def _rows(folder: Path) -> list[dict[str, Any]]:
 def test_a_killed_run_goes_on_bit_for_bit(pool: Any, tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     pool(2).run(_run, [*TINY, f"run_dir={whole}"])
-    first, other = _start_ranks(["-c", DIES, *TINY, f"run_dir={killed}"])
-    assert _end(first)[0] == -signal.SIGKILL
-    other.kill()
-    assert _end(other)[0] != 0  # it may have found the connection closed
+    ranks = Pool(2, may_die=True)
+    try:
+        died, other = ranks.run(_killed, [*TINY, f"run_dir={killed}"])
+    finally:
+        ranks.stop()
+    assert died == -signal.SIGKILL
+    assert other == (1, "", f"vescale.train: rank 1: another rank has ended; {AGAIN}\n")
     assert 8 <= _rows(killed)[-1]["step"] < 24
-    (code, out), other = map(_end, _start_ranks(["-m", "vescale.train", *TINY, f"run_dir={killed}"]))
-    assert (code, *other) == (0, 0, "")  # only rank 0 speaks
+    (code, out, err), other = pool(2).run(_said, [*TINY, f"run_dir={killed}"])
+    assert (code, err) == (0, "") and other == (0, "", "")  # only rank 0 speaks
     assert re.search(r"^continuing \S+killed/checkpoints/step_00000008$", out, flags=re.M), out
     assert _rows(killed) == _rows(whole)
     assert [row["step"] for row in _rows(whole) if "validation_loss" in row] == [8, 16, 24]
     assert sorted(path.name for path in (killed / "checkpoints").iterdir()) == ["step_00000016", "step_00000024"]
 
 
-# The command, whose rank 0 is killed in step 13, once the checkpoint of step 8 is written.
-DIES = """
-import os, sys
-from vescale import checkpoint, train
-from vescale.trainer import Trainer
-step = Trainer.train_step
-
-def dies(trainer):
-    if trainer.step == 12 and os.environ["RANK"] == "0":
-        while not checkpoint.whole(trainer.checkpoints):
-            pass
-        os.kill(os.getpid(), 9)
-    return step(trainer)
-
-Trainer.train_step = dies
-sys.exit(train.main(sys.argv[1:]))
-"""
+AGAIN = "the same command goes on from the newest checkpoint"
 
 
-def _start_ranks(argv: list[str]) -> list[subprocess.Popen[str]]:
-    """Two ranks as torchrun starts them, without torchrun: its workers outlive its own kill."""
-    env = {**_environment(), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
-    command = [sys.executable, *argv]
-    options: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True}
-    return [subprocess.Popen(command, env={**env, "RANK": str(rank)}, **options) for rank in range(2)]
+def _killed(argv: list[str]) -> tuple[int, str, str]:
+    """Rank 0 is killed in step 13, once the checkpoint of step 8 is written; what the other does then."""
+    from vescale import checkpoint
+    from vescale.trainer import Trainer
+
+    step = Trainer.train_step
+
+    def dies(trainer: Trainer) -> Any:
+        if trainer.step == 12 and dist.get_rank() == 0:
+            wait_for(lambda: checkpoint.whole(trainer.checkpoints))
+            os.kill(os.getpid(), signal.SIGKILL)
+        return step(trainer)
+
+    Trainer.train_step = dies  # type: ignore[method-assign]
+    return _said(argv)
 
 
-def _end(rank: subprocess.Popen[str]) -> tuple[int, str]:
-    out, _ = rank.communicate()
-    return rank.returncode, out
+def _said(argv: list[str]) -> tuple[int, str, str]:
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        return train.main(argv), out.getvalue(), err.getvalue()
 
 
 def test_a_finished_run_is_left_alone_and_a_damaged_one_is_refused(pool: Any, tmp_path: Path, capsys: Any) -> None:

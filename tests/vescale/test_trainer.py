@@ -69,6 +69,11 @@ def _column(run_dir: Path, key: str) -> list[float]:
     return [row[key] for row in read_metrics(run_dir / "metrics.jsonl") if key in row]
 
 
+def test_the_first_step_is_logged_too(pool: Any, tmp_path: Path) -> None:
+    pool(1).run(_train, tmp_path, steps=5, log_every=2, eval_every=100)
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl") if "loss" in row] == [1, 2, 4]
+
+
 # --- batches ---
 
 
@@ -87,12 +92,23 @@ def test_losses_do_not_depend_on_how_a_batch_is_shared_out(pool: Any, tmp_path: 
 @pytest.mark.parametrize(
     "options", [{"dp_shard": 2}, {"zero": 0}, {"zero": 1}, {"zero": 2}, {"dp_shard": 2, "zero": 1}]
 )
-def test_losses_do_not_depend_on_copies_nor_on_the_stage(pool: Any, tmp_path: Path, options: dict[str, int]) -> None:
-    batches = {"global_batch": 8, "micro_batch": 1}
-    pool(1).run(_train, tmp_path / "one", **batches)
-    pool(4).run(_train, tmp_path / "four", parallelism=ParallelismConfig(**options), **batches)
+def test_losses_do_not_depend_on_copies_nor_on_the_stage(
+    pool: Any, tmp_path: Path, one: Path, options: dict[str, int]
+) -> None:
+    pool(4).run(_train, tmp_path, parallelism=ParallelismConfig(**options), **EIGHT)
     for key in ("loss", "grad_norm", "validation_loss"):
-        assert _column(tmp_path / "four", key) == pytest.approx(_column(tmp_path / "one", key), rel=1e-5)
+        assert _column(tmp_path, key) == pytest.approx(_column(one, key), rel=1e-5)
+
+
+EIGHT = {"global_batch": 8, "micro_batch": 1}
+
+
+@pytest.fixture(scope="module")
+def one(pool: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one rank."""
+    folder = tmp_path_factory.mktemp("one")
+    pool(1).run(_train, folder, **EIGHT)
+    return folder
 
 
 def _first_losses(run_dir: Path, text: str, documents_apart: bool) -> dict[str, tuple[float, float]]:
@@ -169,21 +185,21 @@ def test_a_run_of_four_ranks_goes_on_with_the_same_losses_on_any_ranks_stage_and
 ) -> None:
     folder, losses, rates = four
     shutil.copytree(folder, tmp_path / "run")
-    pool(world).run(_train, tmp_path / "run", parallelism=ParallelismConfig(**options), **TWENTY_FOUR)
+    pool(world).run(_train, tmp_path / "run", parallelism=ParallelismConfig(**options), **TEN)
     found = _column(tmp_path / "run", "loss")
-    assert len(found) == 24 and found[:4] == losses[:4] and found[4] == pytest.approx(losses[4], rel=1e-5)
+    assert len(found) == 10 and found[:4] == losses[:4] and found[4] == pytest.approx(losses[4], rel=1e-5)
     assert found == pytest.approx(losses, rel=1e-3) and _column(tmp_path / "run", "lr/rest") == rates
 
 
-TWENTY_FOUR: dict[str, Any] = {"steps": 24, "global_batch": 24, "schedule": Linear(total_steps=24), "eval_every": 100}
+TEN: dict[str, Any] = {"steps": 10, "global_batch": 24, "schedule": Linear(total_steps=10), "eval_every": 100}
 
 
 @pytest.fixture(scope="module")
 def four(pool: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float], list[float]]:
-    """A run of four steps on four ranks; losses and learning rates of one that went on to the 24th."""
+    """A run of four steps on four ranks; losses and learning rates of one that went on to the tenth."""
     folder = tmp_path_factory.mktemp("four")
-    pool(4).run(_train, folder / "whole", **TWENTY_FOUR)
-    pool(4).run(_train, folder / "begun", **TWENTY_FOUR | {"steps": 4})
+    pool(4).run(_train, folder / "whole", **TEN)
+    pool(4).run(_train, folder / "begun", **TEN | {"steps": 4})
     return folder / "begun", _column(folder / "whole", "loss"), _column(folder / "whole", "lr/rest")
 
 
