@@ -7,7 +7,7 @@
         __0_0.distcp ...      one or more files per rank, torch's format
         .metadata             which tensor lies where
         record.json           what was trained: see vescale/record.py
-        seal.json             extra values, and size and sha256 of every other file; written last
+        seal.json             extra values, size and sha256 of every other file, and a sha256 of both; written last
       step_00000200.5e1f0a.partial/   being written, or left by a kill: never read, removed by the next run
 
 The names in it are the parameters' plain names: ``model.<name>`` and ``optimizer.<name>.<state>``. They do not depend
@@ -243,6 +243,12 @@ def write_json(path: Path, value: Any) -> None:
     fresh.replace(path)
 
 
+def seal_of(extra: Mapping[str, Any], files: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what a seal holds: extra values, fingerprints of files, and the sha256 of both."""
+    held = {"extra": extra, "files": files}
+    return {**held, "sha256": hashlib.sha256(json.dumps(held, sort_keys=True).encode()).hexdigest()}
+
+
 def _read_seal(path: Path) -> dict[str, Any]:
     try:
         seal = json.loads((path / SEAL).read_text())
@@ -250,6 +256,8 @@ def _read_seal(path: Path) -> dict[str, Any]:
         raise ValueError(f"checkpoint {path} is corrupt: {SEAL}: {problem}; {GO_ON}") from None
     if not (isinstance(seal, dict) and isinstance(seal.get("extra"), dict) and isinstance(seal.get("files"), dict)):
         raise ValueError(f"checkpoint {path} is corrupt: {SEAL} lacks its entries; {GO_ON}")
+    if "sha256" in seal and seal != seal_of(seal["extra"], seal["files"]):
+        raise ValueError(f"checkpoint {path} is corrupt: {SEAL} is not what was written; {GO_ON}")
     wrong = [f"files.{name}" for name, value in seal["files"].items() if not _is_fingerprint(value)]
     extra = seal["extra"]
     wrong += [f"extra.{name}" for name, kind in EXTRA.items() if name in extra and type(extra[name]) is not kind]

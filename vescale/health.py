@@ -120,7 +120,9 @@ def _is_norm(value: Any) -> bool:
 
 
 def first_bad(model: nn.Module, forward_backward: Callable[[], Any]) -> str:
-    """Runs a step again and says where it stops being finite; every rank gets the lowest rank's answer that has one.
+    """Runs a step again and says where it stops being finite; every rank gets the same answer.
+
+    A gradient is the sum of all ranks': where one rank's weights or outputs are bad before that, it is that rank's.
 
     Args:
         model: With the weights of that step.
@@ -129,12 +131,14 @@ def first_bad(model: nn.Module, forward_backward: Callable[[], Any]) -> str:
     found = [f"{name} holds what is not finite" for name, p in model.named_parameters() if not _finite(p)]
     with _watched(model, found):
         forward_backward()
+    late = not found
     grads = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
     found += [
         f"the gradient of {name} is the first that is not finite" for name, g in reversed(grads) if not _finite(g)
     ]
-    said = gather(found[0] if found else "")
-    return next((f"{line} (rank {rank})" for rank, line in enumerate(said) if line), "the replay was finite")
+    said = gather((late, found[0] if found else ""))
+    first = sorted((late, rank, line) for rank, (late, line) in enumerate(said) if line)
+    return next((f"{line} (rank {rank})" for _, rank, line in first), "the replay was finite")
 
 
 @contextmanager

@@ -11,12 +11,13 @@ from typing import Any
 
 
 def check_folder(run_dir: Path) -> None:
-    """Raises if the run's folder cannot be made.
+    """Raises if the run's folder, or that of its checkpoints, cannot be made.
 
     Raises:
         ValueError: In one line.
     """
-    _check_makeable("run_dir", run_dir)
+    for folder in (run_dir, run_dir / "checkpoints"):
+        _check_makeable("run_dir", folder)
 
 
 def check_weights(model_config: Any) -> None:

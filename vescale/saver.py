@@ -166,7 +166,7 @@ class Saver:
             pause = min(2 * pause, 1.0)
         if first is not None:
             if self.rank == 0:  # of a full disk, say: nobody writes there any more, and it makes room
-                checkpoint.remove(self._partial)
+                _remove(self._partial)
             raise first
 
     @property
@@ -245,7 +245,7 @@ class Saver:
         files |= {name: checkpoint.fingerprint(partial / name) for name in (".metadata", RECORD)}
         for path in paths:
             path.unlink()
-        checkpoint.write_json(partial / SEAL, {"extra": facts["extra"], "files": files})
+        checkpoint.write_json(partial / SEAL, checkpoint.seal_of(facts["extra"], files))
         if self._folder.exists():  # without a seal, or damaged: nobody goes on from it
             checkpoint.remove(self._folder)
         _sync(partial)

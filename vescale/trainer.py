@@ -544,7 +544,7 @@ class Trainer:
         """A run that stops early leaves the checkpoint that it was writing whole."""
         try:
             yield
-        except (Stopped, MemoryError, torch.OutOfMemoryError):
+        except (Stopped, MemoryError, torch.OutOfMemoryError, ValueError, OSError):  # not a rank's that is gone
             self.saver.join(timeout_s=60)  # seconds; alone, since not every stop is one of all ranks
             raise
 

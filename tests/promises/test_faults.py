@@ -154,6 +154,33 @@ def test_a_complete_run_says_so_and_touches_nothing(pool: Any, tmp_path: Path) -
     assert f"validation loss {loss:.4f} nats" in out
 
 
+def test_a_rank_that_cannot_read_leaves_the_checkpoint_whole_that_was_being_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vescale.data import Samples
+    from vescale.saver import Saver
+
+    gate, write, join, read = threading.Event(), Saver._write, Saver.join, Samples.read
+    monkeypatch.setattr(Saver, "_write", lambda *args: (gate.wait(60), write(*args)))
+    monkeypatch.setattr(Saver, "join", lambda *args, **options: (gate.set(), join(*args, **options)))
+
+    def broken(samples: Samples, first: int, count: int, **options: Any) -> Any:
+        if first >= 24:  # of step 3
+            raise OSError(5, "Input/output error", "t.bin")
+        return read(samples, first, count, **options)
+
+    monkeypatch.setattr(Samples, "read", broken)
+    code, _, err = _run([*ARGV, f"run_dir={tmp_path}"])
+    assert (code, err) == (1, "vescale.train: [Errno 5] Input/output error: 't.bin'\n")
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000002"]
+
+
+def test_a_file_where_checkpoints_are_to_be_is_told_before_the_first_step(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").touch()
+    code, out, err = _run([*ARGV, f"run_dir={tmp_path}"])
+    assert (code, out, err.count("\n")) == (2, "", 1) and "checkpoints is no folder that can be written" in err
+
+
 def test_a_missing_shard_is_named_before_anything_starts(tmp_path: Path) -> None:
     for number in (0, 1, 3):
         np.zeros(400, np.uint16).tofile(tmp_path / f"shard_{number}.bin")

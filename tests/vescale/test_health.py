@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from vescale import health
 from vescale.health import ENOUGH, Health
 from vescale.stop import Stopped
 
@@ -64,3 +65,14 @@ def test_a_run_that_is_resumed_amid_bad_steps_goes_on_counting() -> None:
     assert _steps(resumed, [math.nan], first=4) == [True] and resumed.skipped == 3
     with pytest.raises(Stopped, match="step 5: expected finite"):
         _steps(resumed, [math.nan], first=5)
+
+
+def test_a_rank_whose_output_is_bad_is_named_before_one_that_got_its_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    received = (True, "the gradient of 1.bias is the first that is not finite")
+    monkeypatch.setattr(health, "gather", lambda said: [received, said])
+    named = health.first_bad(model, lambda: model(torch.full((1, 2), math.nan)))
+    assert named == "the output of 0 is the first that is not finite (rank 1)"
+    assert health.first_bad(model, lambda: model(torch.ones(1, 2))).endswith(
+        "1.bias is the first that is not finite (rank 0)"
+    )

@@ -234,3 +234,21 @@ def test_a_checkpoint_that_is_removed_stops_being_one_at_once(tmp_path: Path, mo
     monkeypatch.setattr(checkpoint.shutil, "rmtree", lambda *args, **options: None)  # a kill comes here
     checkpoint.remove(path)
     assert checkpoint.whole(tmp_path) == []
+
+
+def _altered(root: Path) -> str:
+    model, optimizer = _state()
+    saver = Saver(root, keep=1)
+    saver.save(1, tensors=_tensors(model, optimizer), extra={"tokens": 12})
+    saver.wait()
+    path = root / "step_00000001"
+    assert checkpoint.verify(path) == {"tokens": 12}
+    seal = (path / "seal.json").read_text()
+    (path / "seal.json").write_text(seal.replace("12", "13", 1))
+    with pytest.raises(ValueError) as caught:
+        checkpoint.read_extra(path)
+    return str(caught.value)
+
+
+def test_a_value_that_was_changed_in_the_seal_is_damage(pool: Any, tmp_path: Path) -> None:
+    assert "step_00000001 is corrupt: seal.json is not what was written" in pool(1).run(_altered, tmp_path / "c")[0]
