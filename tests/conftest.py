@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,9 +23,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """A file that does not say ``pool`` has no test of that lane: what only it imports need not be."""
-    if config.getoption("lane") != "ranks" or not collection_path.is_file():
+    if config.getoption("lane") != "ranks" or collection_path.suffix != ".py":
         return None
-    return True if "pool" not in collection_path.read_text() else None
+    return None if _says_pool(collection_path) else True
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -32,8 +33,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     lane = config.getoption("lane")
     if lane is not None:
         kept = [item for item in items if ("pool" in getattr(item, "fixturenames", ())) == (lane == "ranks")]
-        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        left = [item for item in items if item not in kept]
+        lost = [item.nodeid for item in left if lane == "single" and not _says_pool(item.path)]
+        if lost:
+            raise pytest.UsageError(f"in no lane, since their files do not say pool: {', '.join(lost)}")
+        config.hook.pytest_deselected(items=left)
         items[:] = kept
+
+
+@functools.cache
+def _says_pool(file: Path) -> bool:
+    return "pool" in file.read_text()
 
 
 def pytest_collection_finish() -> None:
