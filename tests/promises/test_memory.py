@@ -141,7 +141,7 @@ ARGV = [
     *("trainer.global_batch=2", "trainer.log_every=10", "trainer.eval_every=50", "trainer.eval_sequences=2"),
     *(
         "trainer.save_every=50",
-        "trainer.steps=401",
+        "trainer.steps=1001",
         "optimizer=adamw",
         "trainer.device=cpu",
         "tracking.mode=disabled",
@@ -150,7 +150,7 @@ ARGV = [
 
 
 def _trained(argv: list[str]) -> list[dict[str, float]]:
-    """What the process holds after 101 and after 401 steps of a run that logs, evaluates and saves."""
+    """What the process holds after 101 and after 1001 steps of a run that logs, evaluates and saves."""
     from vescale.trainer import Trainer
 
     seen: list[dict[str, float]] = []
@@ -158,7 +158,7 @@ def _trained(argv: list[str]) -> list[dict[str, float]]:
 
     def counted(trainer: Trainer) -> Any:
         found = step(trainer)
-        if trainer.step in (100, 400):
+        if trainer.step in (100, 1000):
             trainer.saver.join(timeout_s=60)
             time.sleep(0.1)
             if seen:
@@ -175,7 +175,7 @@ def _trained(argv: list[str]) -> list[dict[str, float]]:
     return seen
 
 
-def test_a_run_of_hundreds_of_steps_leaves_memory_and_open_files_flat(pool, tmp_path: Path) -> None:
+def test_a_run_of_a_thousand_steps_leaves_memory_and_open_files_flat(pool, tmp_path: Path) -> None:
     for early, late in pool(2).run(_trained, [*ARGV, f"run_dir={tmp_path}"]):
-        assert late["MiB"] <= early["MiB"] + 6, (early, late)  # a copy of the weights a step would be 15
+        assert late["MiB"] <= early["MiB"] + 12, (early, late)  # a copy of the weights a step would be 45
         assert all(late[what] <= early[what] for what in ("tensors", "threads", "files")), (early, late)

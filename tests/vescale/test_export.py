@@ -239,6 +239,7 @@ def test_a_signal_leaves_nothing(
 ) -> None:
     saved(tmp_path / "run")
     plain, before = checkpoint.read, signal.getsignal(signal.SIGTERM)
+    was = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored, behind `&`
 
     def killed(*args: Any, **options: Any) -> None:
         plain(*args, **options)
@@ -247,5 +248,6 @@ def test_a_signal_leaves_nothing(
 
     monkeypatch.setattr(command.checkpoint, "read", killed)
     assert "stopped; nothing was exported" in refusal(capsys, tmp_path / "run", tmp_path / "deep" / "out", code=130)
+    signal.signal(signal.SIGINT, was)
     assert [found.name for found in tmp_path.iterdir()] == ["run"]
     assert signal.getsignal(signal.SIGTERM) == before
