@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from optimizers.fields import exact
+from optimizers.in_cache import in_cache
 
 
 def descend(
@@ -29,6 +30,20 @@ def descend(
     """
     lr, weight_decay = exact(lr), exact(weight_decay)
     kept = 1 - lr * weight_decay
+    for some, along in in_cache(param, direction):
+        _descend(some, along, lr=lr, kept=kept, skip=skip, cautious=cautious)
+
+
+def _descend(
+    param: Tensor,
+    direction: Tensor,
+    *,
+    lr: float | Tensor,
+    kept: float | Tensor,
+    skip: Tensor | None,
+    cautious: bool,
+) -> None:
+    """``descend``, of a stretch; ``kept`` is what the decay leaves of a parameter."""
     if cautious:
         # Signs, so that a product too small for float32 does not count as agreement.
         against = torch.sign(direction.to(param.dtype)) * torch.sign(param) < 0

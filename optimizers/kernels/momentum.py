@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 
 from optimizers.fields import exact, weight
+from optimizers.in_cache import in_cache
 from optimizers.kernels.language import jit, runs_kernels, tl
 from optimizers.kernels.operand import FLOAT32, FLOATS, RATES, expect
 
 # Elements of a program: eight for each of four warps' threads, two 16-byte loads of float32.
 BLOCK = 1024
-# Elements of a pass of the twin on CPU: what its second half reads, four tensors of 256 KiB, is in the cache still.
-CACHED = 2**16
 
 
 def momentum_(
@@ -56,8 +55,7 @@ def momentum_torch(
     """The twin. ``lerp`` has the same bits at any cut of a run, on CPU too."""
     decay = exact(decay)
     gain, kept = weight(1 - decay, grad), weight(decay, grad)
-    size = CACHED if momentum.device.type == "cpu" else max(momentum.numel(), 1)
-    for average, new, into in zip(momentum.split(size), grad.split(size), out.split(size), strict=True):
+    for average, new, into in in_cache(momentum, grad, out):
         if skip is None:
             average.lerp_(new, gain)
         else:
