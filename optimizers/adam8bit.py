@@ -79,12 +79,17 @@ class Adam8bit:
         return (BLOCK,)
 
     def element_state(self) -> dict[str, torch.dtype]:
-        """Returns the codes of both moments, each of the parameter's shape."""
-        return {"exp_avg": torch.uint8, "exp_avg_sq": torch.uint8}
+        """Returns the codes of both moments, each of the parameter's shape; their names say what they are codes of."""
+        return {"exp_avg": torch.uint8, self._second: torch.uint8}
 
     def chunk_state(self) -> dict[str, torch.dtype]:
         """Returns the scales of both moments, one for each 256 elements."""
-        return {"exp_avg_scale": torch.float32, "exp_avg_sq_scale": torch.float32}
+        return {"exp_avg_scale": torch.float32, f"{self._second}_scale": torch.float32}
+
+    @property
+    def _second(self) -> str:
+        """Of the second moment, or its root: so that no checkpoint of the one is taken for the other."""
+        return "exp_avg_sq" if self.compat == "bnb" else "exp_avg_sq_root"
 
     def prepare(
         self, param: Tensor, grad: Tensor, state: Mapping[str, Tensor], *, skip: Tensor | None
@@ -98,7 +103,8 @@ class Adam8bit:
                 completed before this one.
             skip: None, or () float32: 1.0 writes nothing.
         """
-        moments = Moments(*(state[name] for name in Moments._fields))
+        names = (name.replace("exp_avg_sq", self._second) for name in Moments._fields)
+        moments = Moments(*(state[name] for name in names))
         adam8bit_(
             param,
             grad,

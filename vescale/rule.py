@@ -12,7 +12,7 @@ How the rules of this project fit::
 
     rule      block         finest  wire  payloads        state in the cut                  state where computed
     AdamW     one element   1       -     none            exp_avg, exp_avg_sq  f32          -
-    Adam8bit  256 elements  256     -     none            exp_avg, exp_avg_sq  u8           -
+    Adam8bit  256 elements  256     -     none            exp_avg, exp_avg_sq_root  u8      -
                                                           a scale per 256 of each  f32
     Muon      the matrix    1       bf16  momentum input  momentum  f32                     -
     NorMuon   the matrix    1       bf16  momentum input  momentum  f32                     mean square of a row (m,)

@@ -71,7 +71,7 @@ def test_second_moments_are_right_in_the_mean_also_once_gradients_shrink(
         ours.step([grad])
         exact.lerp_(grad.square(), 1 - beta2)
     state = ours.state()
-    root = dequantize(state["exp_avg_sq"].view(-1), state["exp_avg_sq_scale"], signed=False)
+    root = dequantize(state["exp_avg_sq_root"].view(-1), state["exp_avg_sq_root_scale"], signed=False)
     assert 0.99 <= (root / exact.sqrt().view(-1)).log().mean().exp() <= 1.01
 
 
@@ -97,7 +97,7 @@ def test_a_second_moment_above_zero_is_never_coded_zero(over: Callable[..., Any]
     size = 10.0 ** (-9 * torch.rand(32, 256, generator=torch.Generator().manual_seed(1)))
     ours = over(Adam8bit(), torch.zeros(32, 256))
     ours.step([gaussian(32, 256, seed=2).sign() * size])
-    assert bool((ours.state()["exp_avg_sq"] > 0).all())
+    assert bool((ours.state()["exp_avg_sq_root"] > 0).all())
 
 
 def test_what_is_small_or_no_matrix_keeps_float32_moments_by_its_global_shape(over: Callable[..., Any]) -> None:
@@ -116,11 +116,22 @@ def test_state_is_two_bytes_and_two_scales(over: Callable[..., Any]) -> None:
     held = {name: (tuple(value.shape), value.dtype) for name, value in ours.state().items() if name != "step"}
     assert held == {
         "exp_avg": ((100, 130), torch.uint8),
-        "exp_avg_sq": ((100, 130), torch.uint8),
+        "exp_avg_sq_root": ((100, 130), torch.uint8),
         "exp_avg_scale": ((51,), torch.float32),
-        "exp_avg_sq_scale": ((51,), torch.float32),
+        "exp_avg_sq_root_scale": ((51,), torch.float32),
     }
     assert sum(value.nbytes for value in ours.state().values()) <= 2.04 * 13_000
+
+
+def test_state_of_one_format_is_not_taken_for_the_other() -> None:
+    from vescale import Optimizer, Rules
+
+    ours, theirs = (
+        Optimizer([("weight", torch.nn.Parameter(gaussian(64, 64)))], Rules(all=("*", Adam8bit(compat=compat))))
+        for compat in ("none", "bnb")
+    )
+    with pytest.raises(ValueError, match="expected names of state .*exp_avg_sq_root.*, got .*'exp_avg_sq', "):
+        ours.load_state_dict(theirs.state_dict())
 
 
 def test_a_short_last_block_is_the_beginning_of_a_whole_one(over: Callable[..., Any]) -> None:
