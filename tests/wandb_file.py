@@ -9,6 +9,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from google.protobuf.message import DecodeError
+
 PROTO: Any = import_module("wandb.proto.wandb_internal_pb2")  # before any test hides wandb
 
 
@@ -42,9 +44,19 @@ def kept(path: Path) -> Kept:
     )
 
 
+def ended(path: Path) -> bool:
+    """Whether the end of the run is in a file: a process of W&B's own writes it, and may be behind."""
+    try:
+        return any(record.WhichOneof("record_type") == "exit" for record in _records(path))
+    except DecodeError:  # half a record
+        return False
+
+
 def _records(path: Path) -> Iterator[Any]:
     """Yields the records of a file: a header of 7 bytes, then pieces that do not cross blocks of 32 KiB."""
     data, at, whole = path.read_bytes(), 7, b""
+    if not data:  # nothing is written yet
+        return
     assert struct.unpack("<4sHB", data[:7]) == (b":W&B", 0xBEE1, 0)
     while at + 7 <= len(data):
         room = -at % 32768 or 32768

@@ -19,8 +19,8 @@ import pytest
 import torch.distributed as dist
 from pool import Pool
 from unprivileged import as_modes_say
-from waiting import free_port
-from wandb_file import Kept, kept
+from waiting import free_port, wait_for
+from wandb_file import Kept, ended, kept
 
 from vescale import checkpoint, train
 from vescale.data.__main__ import main as prepare_main
@@ -222,6 +222,7 @@ def _with_key(argv: list[str], home: str, address: str) -> tuple[int, str, str]:
 
 def _kept(folder: Path) -> Kept:
     (path,) = folder.glob("wandb/offline-run-*/run-*.wandb")
+    assert wait_for(lambda: ended(path))
     return kept(path)
 
 
