@@ -18,7 +18,7 @@ LEVELS = (
     {"planner"},
     {"partitions"},
     {"segments"},
-    {"collectives", "placement", "checksum", "counting", "scratch", "host_read"},
+    {"collectives", "placement", "checksum", "counting", "scratch", "whole_file", "host_read"},
     {"streams", "reductions", "comms", "elementwise"},
     {"ragged_tensor"},
     {"kernels"},

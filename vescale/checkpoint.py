@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -29,6 +28,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+from vescale import whole_file
 from vescale.optimizer import Optimizer
 from vescale.rows import rows_of
 
@@ -234,13 +234,8 @@ def remove(path: Path) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes JSON beside ``path``, waits for the disk and renames: a kill leaves the old file or the new one."""
-    fresh = path.with_name(path.name + ".new")
-    with fresh.open("w") as file:
-        json.dump(value, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    fresh.replace(path)
+    """Writes JSON, whole or not at all."""
+    whole_file.replace(path, json.dumps(value, indent=1).encode())
 
 
 def seal_of(extra: Mapping[str, Any], files: Mapping[str, Any]) -> dict[str, Any]:

@@ -30,6 +30,8 @@ from types import TracebackType
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+from vescale import whole_file
+
 logger = logging.getLogger(__name__)
 
 SERVER = "https://api.wandb.ai"  # wandb's own default
@@ -273,12 +275,7 @@ def _trim(path: Path, first_step: int) -> None:
     rows = ((line, _parse(line)) for line in text.splitlines())
     kept = b"".join(line + b"\n" for line, row in rows if row is not None and row["step"] < first_step)
     if kept != text:
-        fresh = path.with_suffix(".jsonl.new")
-        with fresh.open("wb") as file:
-            file.write(kept)
-            file.flush()
-            os.fsync(file.fileno())
-        fresh.replace(path)
+        whole_file.replace(path, kept)
 
 
 def _plain(name: str, value: Any) -> Any:

@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 
+from vescale import whole_file
 from vescale.data.samples import raise_all
 from vescale.data.token_file import TokenWriter, fingerprint, open_tokens, output_problems
 from vescale.data.tokenizer import ByteTokenizer, tokenizer_of
@@ -305,7 +306,7 @@ def _claim(folder: Path, work: Work) -> None:
     if there.is_file() and there.read_text() != claim and any(folder.glob("*.bin")):
         changed = _changes(_json(there), json.loads(claim))
         raise ValueError(f"{folder} holds pieces of other work: {changed}; remove it to begin anew")
-    _replace(there, claim)
+    whole_file.replace(there, claim.encode())
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -325,20 +326,6 @@ def _changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     words = {key: value for key, value in now.items() if key not in ("inputs", "files")}
     found += [f"{key} was {was.get(key)}, now {value}" for key, value in words.items() if was.get(key) != value]
     return ", ".join(found) or "an unknown one"
-
-
-def _replace(path: Path, text: str) -> None:
-    """Writes a file beside ``path``, waits for the disk and renames."""
-    fresh = path.with_name(path.name + ".new")
-    try:
-        with fresh.open("w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError:
-        fresh.unlink(missing_ok=True)
-        raise
-    fresh.replace(path)
 
 
 def _join(work: Work, folder: Path, todo: Sequence[Piece]) -> dict[str, Any]:
@@ -369,5 +356,5 @@ def _join(work: Work, folder: Path, todo: Sequence[Piece]) -> dict[str, Any]:
         "layout": work.layout,
         "inputs": list(work.inputs),
     }
-    _replace(about, json.dumps(facts, indent=1) + "\n")
+    whole_file.replace(about, (json.dumps(facts, indent=1) + "\n").encode())
     return facts
